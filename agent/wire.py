@@ -1,0 +1,194 @@
+"""What the agent says over HTTP: the models that its API returns and its clients parse.
+
+Rates are 0 to 1 and None where undefined; times are Unix seconds; counts are blocks unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+EngineState = Literal["live", "stale", "stalled", "sleeping", "gone", "unreadable"]
+BlockStateName = Literal["free", "cached", "used", "pinned", "reserved", "unknown"]
+STATE_NAMES: tuple[BlockStateName, ...] = ("free", "cached", "used", "pinned", "reserved")
+
+
+class WireModel(BaseModel):
+    """Frozen, and refuses NaN and infinity, which JSON does not have."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+
+class ErrorBody(WireModel):
+    """The one error shape: what failed, where, what to do."""
+
+    error: str  # a stable word: "not_found", "bad_request", "unauthorized", "unavailable", ...
+    message: str
+    action: str
+
+
+class BlockCounts(WireModel):
+    """Partition of the pool: the six sum to `total_blocks`."""
+
+    free: int
+    cached: int
+    used: int
+    pinned: int
+    reserved: int
+    unknown: int = 0
+
+
+class Fragmentation(WireModel):
+    """1 - largest run / total, over free + cached blocks (`rate`) and over free ones alone (`strict_rate`)."""
+
+    rate: float | None
+    strict_rate: float | None
+    largest_allocatable_run: int
+    largest_free_run: int
+    allocatable_runs: int
+    run_length_histogram: list[int]  # allocatable runs with 2**i <= length < 2**(i + 1)
+
+
+class Forecast(WireModel):
+    """When no allocatable block is left at the present trend; None where none is in sight."""
+
+    exhaustion_seconds: float | None
+    reason: str
+
+
+class EngineSummary(WireModel):
+    """One pool of one engine, as of its last whole snapshot."""
+
+    id: str  # what /v1/engines/{id} takes: "<engine id>.<rank>.<pool>"
+    engine_id: str
+    incarnation: str  # hexadecimal
+    kind: str
+    version: str
+    model: str
+    pool: str
+    policy: str
+    medium: str
+    gpu_uuids: list[str]
+    rank: str  # "dp0.tp0.pp0"
+    pid: int
+    state: EngineState
+    reason: str  # why it is not "live"; "" where it is
+    degraded: bool  # the shim's observer has stopped; numbers no longer follow the pool
+    snapshot_age_seconds: float | None
+    heartbeat_age_seconds: float | None
+    last_step_age_seconds: float | None
+    running_requests: int
+    waiting_requests: int
+    total_blocks: int
+    usable_blocks: int
+    headroom_blocks: int
+    block_tokens: int
+    block_bytes: int
+    blocks: BlockCounts
+    fragmentation: Fragmentation
+    tail_waste_tokens: int | None  # empty slots in used blocks
+    tail_waste_bytes: int | None
+    oldest_pinned_seconds: float | None
+    forecast: Forecast
+    counters: dict[str, int]
+
+
+class AgentStatus(WireModel):
+    """Beside the list of engines: the agent itself."""
+
+    version: str
+    started_unix: float
+    interval_seconds: float
+    threshold: float  # the fragmentation rate above which the pool is called fragmented
+    folders: list[str]  # where maps are looked for
+    unreadable: list[str]  # maps or folders seen and not read, each with its reason
+    writes_enabled: bool
+
+
+class EngineList(WireModel):
+    schema_: Literal["kvatlas.engines/v1"] = "kvatlas.engines/v1"
+    now_unix: float
+    agent: AgentStatus
+    engines: list[EngineSummary]
+
+
+class MapCells(WireModel):
+    """The pool cut into equal cells of consecutive blocks, column by column; every list has one entry a cell.
+
+    Cell i covers blocks start = i * blocks_per_cell up to min(start + blocks_per_cell, total_blocks) - 1.
+    """
+
+    schema_: Literal["kvatlas.map/v1"] = "kvatlas.map/v1"
+    id: str
+    sequence: int
+    snapshot_age_seconds: float
+    total_blocks: int
+    blocks_per_cell: int
+    cells: int
+    state: list[int]  # most frequent BlockState of the cell; ties: the higher value; 255 unknown
+    counts: dict[BlockStateName, list[int]]  # blocks of the cell in each state; states that occur nowhere are left out
+    references: list[int] | None  # highest reference count in the cell
+    age_seconds: list[float] | None  # since the most recent touch in the cell; whole tenths
+    owner: list[int] | None  # index into `owners` of the owner of most blocks in the cell; -1 nobody
+    owners: list[str]  # request ids
+
+
+class Block(WireModel):
+    """One block, every column that the writer keeps."""
+
+    block: int
+    state: BlockStateName
+    references: int | None
+    tokens: int | None
+    owner: str | None
+    position: int | None
+    age_seconds: float | None
+    group: int | None
+
+
+class BlockPage(WireModel):
+    schema_: Literal["kvatlas.blocks/v1"] = "kvatlas.blocks/v1"
+    id: str
+    sequence: int
+    start: int
+    blocks: list[Block]
+
+
+class Request(WireModel):
+    """One live sequence and what it holds; `exclusive_blocks` and `runs` count only blocks it was first to hold."""
+
+    request_id: str
+    lora: str
+    cache_salt: str
+    tokens: int
+    blocks: int
+    exclusive_blocks: int | None
+    runs: int | None
+    tail_waste_tokens: int | None
+    age_seconds: float
+
+
+class RequestPage(WireModel):
+    schema_: Literal["kvatlas.requests/v1"] = "kvatlas.requests/v1"
+    id: str
+    sequence: int
+    total: int
+    requests: list[Request]  # most blocks first
+
+
+class HistoryPoint(WireModel):
+    """A bucket of samples; None where no sample had a value."""
+
+    time_unix: float
+    minimum: float | None
+    mean: float | None
+    maximum: float | None
+
+
+class History(WireModel):
+    schema_: Literal["kvatlas.history/v1"] = "kvatlas.history/v1"
+    id: str
+    metric: str
+    step_seconds: float
+    points: list[HistoryPoint]

@@ -1,0 +1,1 @@
+"""Alert rules and deliveries: what to say to whom, when, and when it is over."""
