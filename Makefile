@@ -1,0 +1,54 @@
+# The two commands to know: `make demo` and `make test`. Each does its own set-up.
+#
+#   make PYTHON=/path/to/python3   use this interpreter (3.11 or newer) for the virtual environment
+#   make TORCH_INDEX=URL           take PyTorch from this index, for example the one with its CPU builds
+#   make demo ARGS='--seconds 60'  ARGS goes to `kvatlas demo`, to pytest, or to the benchmarks
+
+SHELL = /bin/sh
+PYTHON ?=
+TORCH_INDEX ?=
+VENV ?= $(CURDIR)/.venv
+ARGS ?=
+export PYTHON TORCH_INDEX VENV
+
+.PHONY: demo test setup lint bench wheels test-fresh clean distclean help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+	@echo 'Targets: demo test setup lint bench wheels test-fresh clean distclean'
+
+demo:
+	@scripts/setup.sh demo
+	@"$(VENV)"/bin/kvatlas demo $(ARGS)
+
+test:
+	@scripts/setup.sh test
+	@scripts/test.sh $(ARGS)
+
+setup:
+	@scripts/setup.sh test
+
+lint:
+	@scripts/setup.sh test
+	@scripts/lint.sh
+
+bench:
+	@scripts/setup.sh test
+	@"$(VENV)"/bin/python -m benchmarks $(ARGS)
+
+# Both distributions, in dist/.
+wheels:
+	@scripts/setup.sh test
+	@"$(VENV)"/bin/python -m build --no-isolation --outdir dist .
+	@"$(VENV)"/bin/python -m build --no-isolation --outdir dist deploy/shim
+
+# `make test` and `make demo` in a bare root of this machine's own distribution. Needs root.
+test-fresh:
+	@scripts/test_fresh.sh $(ARGS)
+
+clean:
+	@rm -rf build dist out htmlcov .coverage .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	@find . -path ./.venv -prune -o -path ./.git -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+distclean: clean
+	@rm -rf "$(VENV)"

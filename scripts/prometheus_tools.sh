@@ -1,0 +1,50 @@
+#!/bin/sh
+# Prints a folder that holds promtool, prometheus, amtool and alertmanager, unpacking Debian's packages into the
+# cache when they are not there yet. They are neither installed nor started, and no root is needed.
+set -eu
+. "$(dirname -- "$0")/common.sh"
+
+TOOLS='promtool prometheus amtool alertmanager'
+
+holds_tools() {
+    for tool in $TOOLS; do
+        [ -x "$1/$tool" ] || return 1
+    done
+}
+
+for folder in "$CACHE/prometheus-tools/bin" /usr/bin /usr/local/bin; do
+    if holds_tools "$folder"; then
+        printf '%s\n' "$folder"
+        exit 0
+    fi
+done
+
+have apt-get && have dpkg-deb ||
+    fail 1 "promtool is not installed and there is no apt-get to fetch it with: put $TOOLS in /usr/local/bin"
+mkdir -p "$CACHE"
+work=$(mktemp -d "$CACHE/prometheus-tools.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+trap 'exit 130' INT TERM
+say "fetching prometheus and prometheus-alertmanager (about 35 MB) into $CACHE/prometheus-tools"
+fetch() { (cd "$work" && apt-get download -q prometheus prometheus-alertmanager </dev/null >&2); }
+if ! fetch; then # on a fresh system the package lists may be missing
+    is_root || fail 1 "apt-get could not fetch them; run this once, then try again:  sudo apt-get update"
+    update_package_lists && fetch || fail 1 "apt-get could not fetch prometheus and prometheus-alertmanager"
+fi
+for package in "$work"/*.deb; do
+    dpkg-deb -x "$package" "$work/root"
+done
+mkdir "$work/bin"
+for tool in $TOOLS; do
+    # Debian calls it prometheus-alertmanager.
+    for name in "$tool" "prometheus-$tool"; do
+        if [ -x "$work/root/usr/bin/$name" ]; then
+            mv "$work/root/usr/bin/$name" "$work/bin/$tool"
+        fi
+    done
+done
+holds_tools "$work/bin" || fail 1 "the packages did not hold all of: $TOOLS"
+mkdir -p "$CACHE/prometheus-tools"
+rm -rf "$CACHE/prometheus-tools/bin"
+mv "$work/bin" "$CACHE/prometheus-tools/bin"
+printf '%s\n' "$CACHE/prometheus-tools/bin"
