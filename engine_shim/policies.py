@@ -1,0 +1,328 @@
+"""Where the next block comes from: the allocation policies of a block pool, as strategies.
+
+A policy owns the allocatable blocks, free and cached, and their order; the pool owns references and hashes. The
+pool calls `take` only for as many blocks as there are, so no policy method can fail.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from engine_shim.errors import SettingsError
+
+
+class Taken(NamedTuple):
+    """What a policy hands out.
+
+    `blocks` are in table order. `evicted` lost their cached contents. `copies` are (source, destination) pairs of
+    cached contents that keep their place in the order of eviction; no block is both, and all are to be copied
+    before `blocks` are written.
+    """
+
+    blocks: list[int]
+    evicted: list[int]
+    copies: list[tuple[int, int]]
+
+
+class AllocationPolicy(ABC):
+    """Order among the allocatable blocks of one pool.
+
+    Free blocks hold nothing; cached ones hold an evictable prefix. Every allocatable block is in exactly one of the
+    two sets. Lists given are not kept; lists returned are the caller's.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int:
+        """Free blocks."""
+
+    @property
+    @abstractmethod
+    def num_cached(self) -> int:
+        """Cached blocks."""
+
+    @abstractmethod
+    def take(self, count: int) -> Taken:
+        """Remove `count` blocks, at most num_free + num_cached, and hand them out."""
+
+    @abstractmethod
+    def give_free(self, blocks: Sequence[int]) -> None:
+        """Take blocks back that hold nothing, in the order in which they were released."""
+
+    @abstractmethod
+    def give_cached(self, blocks: Sequence[int]) -> None:
+        """Take blocks back that hold a prefix, the one to be evicted first in front."""
+
+    @abstractmethod
+    def remove_cached(self, blocks: Sequence[int]) -> None:
+        """Remove cached blocks that a prefix hit, or a pin, takes into use."""
+
+    @abstractmethod
+    def forget_cached(self) -> list[int]:
+        """Turn every cached block into a free one in its place; returns them, the next to be evicted first."""
+
+    @abstractmethod
+    def is_cached(self, block: int) -> bool:
+        """Whether the block is allocatable and holds a prefix."""
+
+    @abstractmethod
+    def cached_blocks(self) -> Collection[int]:
+        """The cached blocks, for reading only, valid until the next change."""
+
+
+class StockPolicy(AllocationPolicy):
+    """vLLM's free queue: uncached blocks come back to its front, cached ones to its end, and its front is taken.
+
+    Nothing cached is ever in front of anything free, so the queue is kept as two parts: a stack of the free blocks
+    (its last is the queue's first) and the cached ones by age.
+    """
+
+    name = "vllm"
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self._stack = list(reversed(blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._stack)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def take(self, count: int) -> Taken:
+        stack = self._stack
+        blocks = stack[: -count - 1 : -1]
+        del stack[-count:]
+        if len(blocks) == count:
+            return Taken(blocks, [], [])
+        pop = self._cached.popitem
+        evicted = [pop(last=False)[0] for _ in range(count - len(blocks))]
+        return Taken(blocks + evicted, evicted, [])
+
+    def give_free(self, blocks: Sequence[int]) -> None:
+        self._stack.extend(reversed(blocks))
+
+    def give_cached(self, blocks: Sequence[int]) -> None:
+        self._cached.update(dict.fromkeys(blocks))
+
+    def remove_cached(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            del self._cached[block]
+
+    def forget_cached(self) -> list[int]:
+        forgotten = list(self._cached)
+        self._cached.clear()
+        self._stack[:0] = reversed(forgotten)
+        return forgotten
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
+
+    def cached_blocks(self) -> Collection[int]:
+        return self._cached.keys()
+
+
+class FifoPolicy(AllocationPolicy):
+    """One queue: whatever is released goes to its end, cached or not; its front is taken."""
+
+    name = "fifo"
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self._queue: OrderedDict[int, bool] = OrderedDict.fromkeys(blocks, False)  # value: holds a prefix
+        self._cached: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._queue) - len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def take(self, count: int) -> Taken:
+        pop = self._queue.popitem
+        taken = [pop(last=False) for _ in range(count)]
+        evicted = [block for block, cached in taken if cached]
+        self._cached.difference_update(evicted)
+        return Taken([block for block, _ in taken], evicted, [])
+
+    def give_free(self, blocks: Sequence[int]) -> None:
+        self._queue.update(dict.fromkeys(blocks, False))
+
+    def give_cached(self, blocks: Sequence[int]) -> None:
+        self._queue.update(dict.fromkeys(blocks, True))
+        self._cached.update(blocks)
+
+    def remove_cached(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            del self._queue[block]
+        self._cached.difference_update(blocks)
+
+    def forget_cached(self) -> list[int]:
+        forgotten = [block for block, cached in self._queue.items() if cached]
+        self._queue.update(dict.fromkeys(forgotten, False))  # a key that is there keeps its place
+        self._cached.clear()
+        return forgotten
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
+
+    def cached_blocks(self) -> Collection[int]:
+        return self._cached
+
+
+class _AddressMap:
+    """A set of block ids that gives up its lowest members quickly: one byte a block, searched with memchr."""
+
+    __slots__ = ("_floor", "_members", "count")
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self._members = bytearray(max(blocks, default=-1) + 1)
+        for block in blocks:
+            self._members[block] = 1
+        self._floor = 0  # no member is below it
+        self.count = len(blocks)
+
+    def add(self, blocks: Sequence[int]) -> None:
+        members = self._members
+        for block in blocks:
+            members[block] = 1
+        self._floor = min(self._floor, min(blocks, default=self._floor))
+        self.count += len(blocks)
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        members = self._members
+        for block in blocks:
+            members[block] = 0
+        self.count -= len(blocks)
+
+    def take_lowest(self, count: int) -> list[int]:
+        """Remove and return the `count` lowest members, ascending; there must be as many."""
+        members = self._members
+        taken: list[int] = []
+        floor = self._floor
+        while len(taken) < count:
+            start = members.find(1, floor)
+            end = members.find(0, start, start + count - len(taken))
+            floor = end if end >= 0 else min(start + count - len(taken), len(members))
+            taken.extend(range(start, floor))
+            members[start:floor] = bytes(floor - start)
+        self._floor = floor
+        self.count -= count
+        return taken
+
+
+class LowestFreePolicy(AllocationPolicy):
+    """The free blocks of the lowest addresses; when none is left, the least recently used cached ones."""
+
+    name = "lowest-free"
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self._free = _AddressMap(blocks)
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        return self._free.count
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def take(self, count: int) -> Taken:
+        blocks = self._free.take_lowest(min(count, self._free.count))
+        pop = self._cached.popitem
+        evicted = [pop(last=False)[0] for _ in range(count - len(blocks))]
+        return Taken(blocks + evicted, evicted, [])
+
+    def give_free(self, blocks: Sequence[int]) -> None:
+        self._free.add(blocks)
+
+    def give_cached(self, blocks: Sequence[int]) -> None:
+        self._cached.update(dict.fromkeys(blocks))
+
+    def remove_cached(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            del self._cached[block]
+
+    def forget_cached(self) -> list[int]:
+        forgotten = list(self._cached)
+        self._cached.clear()
+        self._free.add(forgotten)
+        return forgotten
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
+
+    def cached_blocks(self) -> Collection[int]:
+        return self._cached.keys()
+
+
+class LowestAnyPolicy(AllocationPolicy):
+    """The allocatable blocks of the lowest addresses, cached or not: compact, and careless of what is cached."""
+
+    name = "lowest-any"
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self._allocatable = _AddressMap(blocks)
+        self._cached: dict[int, None] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self._allocatable.count - len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    def take(self, count: int) -> Taken:
+        blocks = self._allocatable.take_lowest(count)
+        cached = self._cached
+        evicted = [block for block in blocks if block in cached]
+        for block in evicted:
+            del cached[block]
+        return Taken(blocks, evicted, [])
+
+    def give_free(self, blocks: Sequence[int]) -> None:
+        self._allocatable.add(blocks)
+
+    def give_cached(self, blocks: Sequence[int]) -> None:
+        self._allocatable.add(blocks)
+        self._cached.update(dict.fromkeys(blocks))
+
+    def remove_cached(self, blocks: Sequence[int]) -> None:
+        self._allocatable.remove(blocks)
+        for block in blocks:
+            del self._cached[block]
+
+    def forget_cached(self) -> list[int]:
+        forgotten = sorted(self._cached)
+        self._cached.clear()
+        return forgotten
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
+
+    def cached_blocks(self) -> Collection[int]:
+        return self._cached.keys()
+
+
+POLICIES: dict[str, type[StockPolicy | FifoPolicy | LowestFreePolicy | LowestAnyPolicy]] = {
+    policy.name: policy for policy in (StockPolicy, FifoPolicy, LowestFreePolicy, LowestAnyPolicy)
+}
+
+
+def make_policy(name: str, blocks: Sequence[int]) -> AllocationPolicy:
+    """Build the named policy over `blocks`, the ascending ids of a fresh pool that may be allocated."""
+    try:
+        policy = POLICIES[name]
+    except KeyError:
+        raise SettingsError(f"no allocation policy is named {name!r}; choose one of {', '.join(POLICIES)}") from None
+    return policy(blocks)
