@@ -1,1 +1,13 @@
-"""What runs inside the engine: the allocation map, the block pool and its observer, and the reference engine."""
+"""Runs inside an engine's process: the paged pool, its allocation map, and what watches and moves blocks.
+
+Importing this package imports NumPy and nothing heavier; an engine's own modules are imported only by its adapter.
+"""
+
+from engine_shim.layout import BlockState
+from engine_shim.map_observer import MapObserver
+from engine_shim.map_reader import MapReader
+from engine_shim.map_writer import MapSpec, MapWriter
+from engine_shim.observer import NO_OBSERVER, PoolObserver
+
+__all__ = ["NO_OBSERVER", "BlockState", "MapObserver", "MapReader", "MapSpec", "MapWriter", "PoolObserver"]
+__version__ = "0.1.0"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -147,7 +148,8 @@ LIVE = np.dtype(
         ("running_requests", "<u4"),
         ("waiting_requests", "<u4"),
         ("state_counts", "<u8", (8,)),  # by BlockState; the rest are spare
-        ("event_head", "<u8"),
+        ("event_head", "<u8"),  # events written since the map was made; the newest lie in the ring
+        ("event_claim", "<u8"),  # stored before a publish writes to the ring: what the head is going to be
         ("owner_rows", "<u4"),  # rows of the owner table that may be in use
         ("pad", "<u4"),
         ("policy", "S32"),
@@ -197,7 +199,7 @@ EVENT = np.dtype(
     ]
 )
 
-COLUMNS = {
+COLUMNS: dict[str, np.dtype[Any]] = {
     "state": np.dtype("u1"),
     "references": np.dtype("<u2"),
     "tokens": np.dtype("<u2"),
@@ -216,7 +218,7 @@ class Region:
     """One placed part of a map: `count` items of `dtype` from byte `offset`."""
 
     name: str
-    dtype: np.dtype[np.generic]
+    dtype: np.dtype[Any]
     offset: int
     count: int
 
@@ -230,7 +232,7 @@ def place_regions(
 ) -> tuple[tuple[Region, ...], int]:
     """Lay out every region behind HEADER, LIVE and the region table; returns them and the file size in bytes."""
     segments = -(-total_blocks // SEGMENT_BLOCKS)
-    wanted: list[tuple[str, np.dtype[np.generic], int]] = [("segments", np.dtype("<u8"), segments)]
+    wanted: list[tuple[str, np.dtype[Any], int]] = [("segments", np.dtype("<u8"), segments)]
     wanted += [(name, COLUMNS[name], total_blocks) for name in columns]
     wanted += [
         ("groups", GROUP, groups),
