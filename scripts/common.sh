@@ -44,13 +44,22 @@ install_packages() {
     say "installing system packages: $wanted"
     update_package_lists || return 1
     # shellcheck disable=SC2086 # a list of names
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $wanted </dev/null >&2
+    run_quietly env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $wanted
 }
 
 update_package_lists() {
     [ -z "${PACKAGE_LISTS_UPDATED:-}" ] || return 0
-    apt-get update -q </dev/null >&2 || { say "apt-get update failed"; return 1; }
+    run_quietly apt-get update -q || return 1
     PACKAGE_LISTS_UPDATED=1
+}
+
+# run_quietly COMMAND... : shows what it printed only if it fails.
+run_quietly() {
+    if ! printed=$("$@" 2>&1 </dev/null); then
+        printf '%s\n' "$printed" | tail -n 30 >&2
+        say "failed: $*"
+        return 1
+    fi
 }
 
 # find_chromium : prints the path of a Chromium that the browser tests can drive, or nothing.

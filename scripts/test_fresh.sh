@@ -37,9 +37,12 @@ copy_into() {
     done
 }
 
-# Folders and files of this machine that pip's settings name (wheels, an index on disk, certificates).
+# What pip's settings name on this machine: certificates and folders of wheels as they are; of an index on disk the
+# folder around it, since its pages point to files beside it.
 pip_paths() {
-    python3 -m pip config list 2>/dev/null | tr "'\"= " '\n\n\n\n' | sed -n 's|^file://||; s|^\(/[^ ]*\)$|\1|p' | sort -u
+    for interpreter in "$VENV/bin/python" python3; do
+        "$interpreter" -m pip config list 2>/dev/null && break
+    done | tr "'\"= " '\n\n\n\n' | sed -n 's|^file://\(/[^ ]*\)/[^/ ][^/ ]*/*$|\1|p; s|^/[^ ][^ ]*$|&|p' | sort -u
 }
 
 # pip_settings : prints the settings files that pip reads here.
@@ -79,7 +82,6 @@ inside() {
     status=0
     for command in 'make test' "make demo ARGS='--seconds $SECONDS_OF_DEMO'"; do
         say "in the fresh root: $command"
-        # shellcheck disable=SC2016 # expanded inside
         began=$(date +%s)
         if chroot "$root" /usr/bin/env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
             LANG=C.UTF-8 sh -c "set -a; while IFS= read -r line; do export \"\$line\"; done </tmp/environment; cd $CLONE && $command" </dev/null; then
@@ -119,6 +121,7 @@ trap 'rm -rf --one-file-system "$root"' EXIT
 trap 'exit 130' INT TERM HUP
 say "copying the bare root"
 cp -a "$base" "$root"
+rm -f "$root/etc/apt/sources.list" # debootstrap's own; this machine's sources follow
 # shellcheck disable=SC2046,SC2086 # lists of paths
 copy_into "$root" $APT_SETTINGS $(pip_settings) /etc/resolv.conf /etc/hosts /usr/local/share/ca-certificates /etc/ssl/certs/ca-certificates.crt
 [ -z "${HOME:-}" ] || for path in .config/pip/pip.conf .pip/pip.conf; do
