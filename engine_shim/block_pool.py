@@ -237,20 +237,28 @@ class BlockPool:
 
     def register(self, block: int, block_hash: int) -> None:
         """Make a full block in use findable under its hash. Of blocks with one hash the first registered is found."""
+        self.register_blocks((block,), (block_hash,))
+
+    def register_blocks(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+        """`register` for several distinct blocks at once."""
         if not self.prefix_cache:
             return
-        if not self.references(block):
-            raise PoolError(f"block {block} cannot be registered: nobody references it")
-        known = self._hash_of.get(block)
-        if known is not None:
-            if known != block_hash:
-                raise PoolError(f"block {block} holds another prefix already")
-            return
-        if block in self._private:
-            self._private.remove(block)
-            self._counts[block] = 1
-        self._hash_of[block] = block_hash
-        self._holders.setdefault(block_hash, {})[block] = None
+        if len(blocks) != len(hashes):
+            raise PoolError(f"{len(hashes)} hashes for {len(blocks)} blocks")
+        self._require_distinct(blocks, "register")
+        hash_of = self._hash_of
+        if not self._private.issuperset(blocks):
+            for block, block_hash in zip(blocks, hashes, strict=True):
+                if not self.references(block):
+                    raise PoolError(f"block {block} cannot be registered: nobody references it")
+                if hash_of.get(block, block_hash) != block_hash:
+                    raise PoolError(f"block {block} holds another prefix already")
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block in self._private:
+                self._private.remove(block)
+                self._counts[block] = 1
+            hash_of[block] = block_hash
+            self._holders.setdefault(block_hash, {})[block] = None
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix; False, and nothing done, while any block is in use or pinned."""
