@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 EngineState = Literal["live", "stale", "stalled", "sleeping", "gone", "unreadable"]
 BlockStateName = Literal["free", "cached", "used", "pinned", "reserved", "unknown"]
@@ -15,9 +15,14 @@ STATE_NAMES: tuple[BlockStateName, ...] = ("free", "cached", "used", "pinned", "
 
 
 class WireModel(BaseModel):
-    """Frozen, and refuses NaN and infinity, which JSON does not have."""
+    """Frozen, and refuses NaN and infinity, which JSON does not have.
 
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    `schema_` stands for the JSON key `schema`, a name that pydantic's own models already have.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, allow_inf_nan=False, ser_json_inf_nan="null", validate_by_name=True, serialize_by_alias=True
+    )
 
 
 class ErrorBody(WireModel):
@@ -107,7 +112,7 @@ class AgentStatus(WireModel):
 
 
 class EngineList(WireModel):
-    schema_: Literal["kvatlas.engines/v1"] = "kvatlas.engines/v1"
+    schema_: Literal["kvatlas.engines/v1"] = Field(default="kvatlas.engines/v1", alias="schema")
     now_unix: float
     agent: AgentStatus
     engines: list[EngineSummary]
@@ -119,7 +124,7 @@ class MapCells(WireModel):
     Cell i covers blocks start = i * blocks_per_cell up to min(start + blocks_per_cell, total_blocks) - 1.
     """
 
-    schema_: Literal["kvatlas.map/v1"] = "kvatlas.map/v1"
+    schema_: Literal["kvatlas.map-cells/v1"] = Field(default="kvatlas.map-cells/v1", alias="schema")
     id: str
     sequence: int
     snapshot_age_seconds: float
@@ -148,7 +153,7 @@ class Block(WireModel):
 
 
 class BlockPage(WireModel):
-    schema_: Literal["kvatlas.blocks/v1"] = "kvatlas.blocks/v1"
+    schema_: Literal["kvatlas.blocks/v1"] = Field(default="kvatlas.blocks/v1", alias="schema")
     id: str
     sequence: int
     start: int
@@ -170,7 +175,7 @@ class Request(WireModel):
 
 
 class RequestPage(WireModel):
-    schema_: Literal["kvatlas.requests/v1"] = "kvatlas.requests/v1"
+    schema_: Literal["kvatlas.requests/v1"] = Field(default="kvatlas.requests/v1", alias="schema")
     id: str
     sequence: int
     total: int
@@ -187,7 +192,7 @@ class HistoryPoint(WireModel):
 
 
 class History(WireModel):
-    schema_: Literal["kvatlas.history/v1"] = "kvatlas.history/v1"
+    schema_: Literal["kvatlas.history/v1"] = Field(default="kvatlas.history/v1", alias="schema")
     id: str
     metric: str
     step_seconds: float

@@ -1,0 +1,127 @@
+"""The agent as a process: wires the parts together, serves until a signal, and ends in good order."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import signal
+import socket
+import threading
+from types import FrameType
+
+import uvicorn
+
+from agent.api import ApiContext, create_app
+from agent.config import AgentSettings
+from agent.history import MemoryHistory
+from agent.log import EventLog, configure_logging
+from agent.model import Clock
+from agent.sampler import Sampler
+from agent.security import WriteGuard, is_loopback
+from engine_shim import __version__
+from engine_shim.errors import KvatlasError
+from engine_shim.folders import map_folders
+from engine_shim.map_reader import MapReader
+
+SHUTDOWN_SECONDS = 3
+
+
+class AgentStartError(KvatlasError):
+    """The agent cannot serve; the text says why and what to do."""
+
+
+def run_agent(settings: AgentSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises SettingsError or AgentStartError before anything has begun."""
+    configure_logging(settings.log_level)
+    log = EventLog(logging.getLogger("kvatlas.agent"))
+    token = settings.read_token()
+    listener = bind(settings)
+    address = _name(listener)
+    guard = WriteGuard(token=token, listens_on_loopback=is_loopback(settings.address[0]))
+    clock = Clock()
+    history = MemoryHistory(seconds=settings.history_seconds, interval_seconds=settings.interval_seconds)
+    environment = {"KVATLAS_DIR": settings.dir} if settings.dir else None
+    sampler = Sampler(
+        lambda: map_folders(environment) if environment else map_folders(),
+        MapReader,
+        history,
+        settings=settings.sampler(),
+        clock=clock,
+    )
+    context = ApiContext(
+        view=lambda: sampler.view,
+        history=history,
+        guard=guard,
+        version=__version__,
+        interval_seconds=settings.interval_seconds,
+        threshold=settings.threshold,
+        started_unix=clock.wall(),
+        clock=clock,
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(context),
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        )
+    )
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # The server raises the signal that ended it once more after its shutdown; this makes the process end with 0.
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+    thread = threading.Thread(target=sampler.run, name="sampler", daemon=True)
+    thread.start()
+    log.event("listening", address=address, version=__version__, writes_enabled=guard.enabled)
+    if not guard.enabled:
+        log.event("changes are off: listening beyond loopback without a token", level=logging.WARNING)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        sampler.stop()
+        thread.join(SHUTDOWN_SECONDS)
+        if not thread.is_alive():
+            sampler.close()
+        listener.close()
+        log.event("stopped")
+
+
+def bind(settings: AgentSettings) -> socket.socket:
+    """The listening socket. Raises AgentStartError where the address cannot be had."""
+    host, port = settings.address
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise AgentStartError(
+            f"listen={settings.listen}: no such host ({error.strerror}); give an address of this machine"
+        ) from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            what = (
+                f"port {port} of {host} is in use; stop what listens there, or choose another with --listen HOST:PORT"
+            )
+            raise AgentStartError(what) from error
+        raise AgentStartError(
+            f"listen={settings.listen}: {error.strerror}; choose another with --listen HOST:PORT"
+        ) from error
+    return listener
+
+
+def _name(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,183 @@
+"""The `kvatlas` command: a list of small commands, and the one place that turns errors into exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from engine_shim.errors import KvatlasError, SettingsError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+DASHBOARD_ADDRESS = "127.0.0.1:8501"
+AGENT_URL = "http://127.0.0.1:9477"
+
+app = typer.Typer(
+    name="kvatlas",
+    help="Watches the paged KV cache of an LLM inference engine, block by block.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", envvar="KVATLAS_JSON", help="Print one JSON object.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the result is the exit status: 0 fine, 1 failed, 2 wrong usage or settings."""
+    try:
+        status = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+    except SettingsError as error:
+        return _complain(str(error), EXIT_USAGE)
+    except KvatlasError as error:
+        return _complain(str(error), EXIT_FAILED)
+    except typer.Abort:
+        return _complain("stopped", EXIT_FAILED)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left; nothing is wrong, and nothing more can be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            raise
+        return _complain(f"{describe()} (kvatlas --help lists what there is)", EXIT_USAGE)
+    return status if isinstance(status, int) else 0
+
+
+@app.command()
+def agent(
+    config: Annotated[Path | None, typer.Option(envvar="KVATLAS_CONFIG", help="Settings file, YAML or TOML.")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on (KVATLAS_LISTEN).")] = None,
+    dir: Annotated[str | None, typer.Option(help="Folders with maps, by colons (KVATLAS_DIR).")] = None,
+    interval_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_INTERVAL_SECONDS)")] = None,
+    history_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_HISTORY_SECONDS)")] = None,
+    threshold: Annotated[float | None, typer.Option(help="(KVATLAS_THRESHOLD)")] = None,
+    stall_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_STALL_SECONDS)")] = None,
+    stale_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_STALE_SECONDS)")] = None,
+    gone_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_GONE_SECONDS)")] = None,
+    log_level: Annotated[str | None, typer.Option(help="(KVATLAS_LOG_LEVEL)")] = None,
+    token: Annotated[str | None, typer.Option(help="Seen by other users; better KVATLAS_TOKEN.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="(KVATLAS_TOKEN_FILE)")] = None,
+) -> None:
+    """Run the sidecar: sample every map of this host and serve the API and /metrics."""
+    from agent.app import run_agent
+    from agent.config import load_settings
+
+    given = {
+        "listen": listen,
+        "dir": dir,
+        "interval_seconds": interval_seconds,
+        "history_seconds": history_seconds,
+        "threshold": threshold,
+        "stall_seconds": stall_seconds,
+        "stale_seconds": stale_seconds,
+        "gone_seconds": gone_seconds,
+        "log_level": log_level,
+        "token": token,
+        "token_file": token_file,
+    }
+    run_agent(load_settings({name: value for name, value in given.items() if value is not None}, file=config))
+
+
+@app.command(name="map")
+def map_(
+    file: Annotated[Path, typer.Argument(help="An allocation map (*.kvmap).")],
+    as_json: Json = False,
+) -> None:
+    """Read one allocation map and say what it holds."""
+    from agent.map_command import describe_map, render_map
+
+    facts = describe_map(file)
+    _print(facts) if as_json else print(render_map(facts))
+
+
+@app.command()
+def simulate(
+    trace: Annotated[str, typer.Argument(help="A bundled trace by name, or a trace file.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(envvar="KVATLAS_POLICY", help="Repeatable; all by default.")
+    ] = None,
+    blocks: Annotated[int, typer.Option(envvar="KVATLAS_BLOCKS", help="Blocks of the pool.")] = 60_000,
+    block_size: Annotated[int, typer.Option(envvar="KVATLAS_BLOCK_SIZE", help="Tokens in a block.")] = 16,
+    headroom: Annotated[float, typer.Option(envvar="KVATLAS_HEADROOM", help="Share that new sequences leave.")] = 0.10,
+    max_seqs: Annotated[int, typer.Option(envvar="KVATLAS_MAX_SEQS", help="Sequences that run at once.")] = 256,
+    prefix_cache: Annotated[bool, typer.Option(envvar="KVATLAS_PREFIX_CACHE", help="Keep freed prefixes.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Replay a trace against allocation policies and compare them."""
+    from agent.simulate_command import render_simulation
+    from engine_shim.policies import POLICIES
+    from engine_shim.simulator import simulate as run
+    from engine_shim.workload import load_workload
+
+    report = run(
+        load_workload(trace),
+        policies=tuple(policy or POLICIES),
+        blocks=blocks,
+        block_tokens=block_size,
+        headroom=headroom,
+        max_sequences=max_seqs,
+        prefix_cache=prefix_cache,
+    )
+    _print(report.to_json()) if as_json else print(render_simulation(report))
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option(envvar="KVATLAS_CONFIG", help="Settings file of the agent.")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT to check (KVATLAS_LISTEN).")] = None,
+    as_json: Json = False,
+) -> int:
+    """Check folders, maps, packages, port and GPU; exits with 1 where something is broken."""
+    from agent.config import load_settings
+    from agent.doctor import examine, to_json
+    from engine_shim.folders import map_folders
+
+    settings = load_settings({"listen": listen} if listen else {}, file=config)
+    folders = map_folders({"KVATLAS_DIR": settings.dir}) if settings.dir else map_folders()
+    findings = examine(folders, settings)
+    if as_json:
+        _print(to_json(findings))
+    else:
+        for one in findings:
+            print(f"{one.level:<8}{one.check}: {one.message}" + (f"\n        -> {one.action}" if one.action else ""))
+    return EXIT_FAILED if any(one.level == "failed" for one in findings) else 0
+
+
+@app.command()
+def dashboard(
+    listen: Annotated[
+        str, typer.Option(envvar="KVATLAS_DASHBOARD_LISTEN", help="HOST:PORT to serve the page on.")
+    ] = DASHBOARD_ADDRESS,
+    agent: Annotated[str, typer.Option(envvar="KVATLAS_AGENT_URL", help="Address of the agent.")] = AGENT_URL,
+    base_path: Annotated[
+        str, typer.Option(envvar="KVATLAS_DASHBOARD_BASE_PATH", help="Path in front of the page behind a proxy.")
+    ] = "",
+) -> None:
+    """Serve the page that shows the pools of one agent."""
+    if find_spec("dashboard") is None or find_spec("streamlit") is None:
+        raise SettingsError("the dashboard is not in this environment; pip install 'kvatlas[dashboard]'")
+    # By name: the agent may not import the dashboard. -P keeps the current folder off the module path.
+    command = [sys.executable, "-P", "-m", "dashboard", "--listen", listen, "--agent", agent, "--base-path", base_path]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)  # noqa: S606 - no shell; this process becomes the server
+
+
+def _print(value: dict[str, Any]) -> None:
+    print(json.dumps(value, allow_nan=False))
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,100 @@
+"""A typed client of the agent's HTTP API, for the dashboard and for commands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import ValidationError
+
+from agent import wire
+from engine_shim.errors import KvatlasError
+
+DEFAULT_URL = "http://127.0.0.1:9477"
+
+Model = TypeVar("Model", bound=wire.WireModel)
+
+
+class AgentUnavailable(KvatlasError):
+    """No usable answer: the agent is not running, not reachable, or too slow. Ask again later."""
+
+
+class AgentRefused(KvatlasError):
+    """The agent answered with an error; its three parts say what failed, where, and what to do."""
+
+    def __init__(self, status: int, body: wire.ErrorBody) -> None:
+        super().__init__(f"{body.message} ({body.action})")
+        self.status = status
+        self.error = body.error
+        self.message = body.message
+        self.action = body.action
+
+
+class AgentClient:
+    """Keeps one connection alive; use it from one thread at a time, or make one for each."""
+
+    def __init__(self, base_url: str = DEFAULT_URL, token: str | None = None, timeout_seconds: float = 2.0) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._base_url = base_url.rstrip("/")
+        # The agent is a neighbour: a proxy meant for the outside must not stand between.
+        self._http = httpx.Client(headers=headers, timeout=timeout_seconds, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def engines(self) -> wire.EngineList:
+        return self._get(wire.EngineList, "/v1/engines")
+
+    def engine(self, id: str) -> wire.EngineSummary:
+        return self._get(wire.EngineSummary, _engine_path(id))
+
+    def map(self, id: str, cells: int = 4096) -> wire.MapCells:
+        return self._get(wire.MapCells, _engine_path(id) + "/map", {"cells": cells})
+
+    def blocks(self, id: str, start: int, count: int) -> wire.BlockPage:
+        return self._get(wire.BlockPage, _engine_path(id) + "/blocks", {"start": start, "count": count})
+
+    def requests(self, id: str) -> wire.RequestPage:
+        return self._get(wire.RequestPage, _engine_path(id) + "/requests")
+
+    def history(self, id: str, metric: str, seconds: float, points: int = 600) -> wire.History:
+        """The last `seconds`, in at most `points` buckets."""
+        now = time.time()
+        # One bucket fewer than points: a range that does not begin on a whole step touches one more.
+        step = max(seconds / max(1, points - 1), 0.001)
+        query: dict[str, str | int | float] = {"metric": metric, "from": now - seconds, "to": now, "step": step}
+        return self._get(wire.History, _engine_path(id) + "/history", query)
+
+    def _get(self, model: type[Model], path: str, query: Mapping[str, str | int | float] | None = None) -> Model:
+        url = self._base_url + path
+        try:
+            response = self._http.get(url, params=query)
+        except httpx.HTTPError as error:
+            raise AgentUnavailable(f"no answer from the agent at {self._base_url}: {_describe(error)}") from error
+        except httpx.InvalidURL as error:
+            raise AgentUnavailable(f"{self._base_url!r} is not the address of an agent: {error}") from error
+        try:
+            if response.status_code == httpx.codes.OK:
+                return model.model_validate_json(response.content)
+            body = wire.ErrorBody.model_validate_json(response.content)
+        except ValidationError as error:
+            what = f"HTTP {response.status_code} at {url} is not an answer of this version's agent"
+            raise AgentUnavailable(f"{what}: {error.error_count()} fields differ") from error
+        raise AgentRefused(response.status_code, body)
+
+
+def _engine_path(id: str) -> str:
+    return "/v1/engines/" + quote(id, safe="")
+
+
+def _describe(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__

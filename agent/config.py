@@ -1,0 +1,169 @@
+"""The agent's settings: flags over environment over file, read once, and errors that contain the fix."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from agent.judgement import Limits
+from agent.sampler import SamplerSettings
+from engine_shim.errors import SettingsError
+
+ENV_PREFIX = "KVATLAS_"
+DEFAULT_LISTEN = "127.0.0.1:9477"
+
+
+class AgentSettings(BaseSettings):
+    """Every setting has a flag (`--stall-seconds`), a variable (`KVATLAS_STALL_SECONDS`) and a key in the file."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    listen: str = Field(DEFAULT_LISTEN, description="address and port to serve on, as HOST:PORT")
+    dir: str = Field("", description="folders to look for maps in, separated by colons; empty: the host's usual ones")
+    interval_seconds: float = Field(1.0, ge=0.05, le=60, description="time between samples")
+    history_seconds: float = Field(3600.0, ge=10, le=86_400, description="how far back the history in memory goes")
+    threshold: float = Field(0.30, ge=0, le=1, description="fragmentation rate above which a pool is called fragmented")
+    stall_seconds: float = Field(3.0, gt=0, le=3600, description="requests run and no step ends: stalled")
+    stale_seconds: float = Field(5.0, gt=0, le=3600, description="no heartbeat: stale")
+    gone_seconds: float = Field(300.0, ge=0, le=86_400, description="how long the last map of an ended engine is shown")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")
+    token: SecretStr | None = Field(None, description="bearer token for requests that change something")
+    token_file: Path | None = Field(None, description="file that holds the token, instead of `token`")
+
+    @field_validator("listen")
+    @classmethod
+    def _listen_is_an_address(cls, value: str) -> str:
+        parse_address(value)
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # load_settings merges the layers, to know where each value came from
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return parse_address(self.listen)
+
+    def sampler(self) -> SamplerSettings:
+        limits = Limits(stall_seconds=self.stall_seconds, stale_seconds=self.stale_seconds)
+        return SamplerSettings(self.interval_seconds, self.gone_seconds, limits)
+
+    def read_token(self) -> str | None:
+        """The token itself. Raises SettingsError where the file cannot be read or holds none."""
+        if self.token is not None:
+            return self.token.get_secret_value()
+        if self.token_file is None:
+            return None
+        try:
+            token = self.token_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not text"
+            raise SettingsError(
+                f"token_file={self.token_file}: {reason}; name a file that this user may read"
+            ) from error
+        if not token:
+            raise SettingsError(f"token_file={self.token_file} is empty; write the token into it")
+        return token
+
+
+def load_settings(
+    flags: Mapping[str, Any], *, file: Path | None = None, environment: Mapping[str, str] = os.environ
+) -> AgentSettings:
+    """Merge the three layers and check them. `flags` holds only those that were given.
+
+    Raises SettingsError that names the setting, its value, where it came from, and what would be right.
+    """
+    names = AgentSettings.model_fields
+    layers: list[tuple[str, dict[str, Any]]] = []
+    if file is not None:
+        from_file = _read_file(file)
+        for name in from_file:
+            if name not in names:
+                raise SettingsError(f"{name} in {file} is not a setting; there are {', '.join(names)}")
+        layers.append((f"in {file}", from_file))
+    from_environment = {name: environment[variable(name)] for name in names if environment.get(variable(name))}
+    layers.append(("in the environment", from_environment))
+    layers.append(("on the command line", dict(flags)))
+    merged: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    for where, values in layers:
+        for name, value in values.items():
+            merged[name], source[name] = value, where
+    if "token" in merged and "token_file" in merged:
+        # The nearer layer wins over the farther one, as for any setting; in one layer they contradict.
+        if source["token"] == source["token_file"]:
+            raise SettingsError(f"token and token_file are both given {source['token']}; give one")
+        del merged["token" if _nearer(source["token_file"], source["token"], layers) else "token_file"]
+    try:
+        settings = AgentSettings(**merged)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_describe(one, source) for one in error.errors())) from error
+    if settings.token is not None and not settings.token.get_secret_value():
+        raise SettingsError("token is empty; give one, or leave it out")
+    return settings
+
+
+def variable(name: str) -> str:
+    """The environment's twin of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """HOST:PORT, with an IPv6 host in brackets. Raises ValueError."""
+    match = re.fullmatch(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:\[\]]+)):(?P<port>\d{1,5})", text)
+    if match is None or int(match["port"]) > 65_535:
+        raise ValueError(f"write it as HOST:PORT, such as {DEFAULT_LISTEN}")
+    return match["six"] or match["host"], int(match["port"])
+
+
+def _nearer(one: str, other: str, layers: list[tuple[str, dict[str, Any]]]) -> bool:
+    order = [where for where, _ in layers]
+    return order.index(one) > order.index(other)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """A TOML file by its suffix, else YAML (of which JSON is a part); keys may be written with hyphens."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise SettingsError(f"settings file {path}: {reason}; name a file that this user may read") from error
+    try:
+        if path.suffix == ".toml":
+            content: Any = tomllib.loads(text)
+        else:
+            import yaml  # only here: few use a file, and every agent pays for the import
+
+            try:
+                content = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(str(error).replace("\n", " ")) from error
+    except ValueError as error:
+        raise SettingsError(f"settings file {path} cannot be parsed: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingsError(f"settings file {path} must hold settings by name, such as 'interval_seconds: 1'")
+    return {str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def _describe(problem: Mapping[str, Any], source: Mapping[str, str]) -> str:
+    name = str(problem["loc"][0]) if problem["loc"] else "settings"
+    value = "(hidden)" if name == "token" else repr(problem.get("input"))
+    where = source.get(name, "by default")
+    advice = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{name}={value} {where}: {advice} (flag --{name.replace('_', '-')}, variable {variable(name)})"

@@ -1,0 +1,178 @@
+"""`kvatlas doctor`: what this host offers and what keeps the agent from seeing an engine, with the fix beside it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from agent.config import AgentSettings
+from agent.discovery import scan
+from engine_shim.errors import KvatlasError
+from engine_shim.folders import MEMORY_FOLDER, file_system, is_in_memory, writer_folder
+from engine_shim.launcher import installed
+from engine_shim.map_reader import MapReader
+
+Level = Literal["ok", "note", "warning", "failed"]
+
+PACKAGES = (
+    "numpy",
+    "fastapi",
+    "uvicorn",
+    "pydantic",
+    "pydantic-settings",
+    "prometheus-client",
+    "psutil",
+    "nvidia-ml-py",
+    "httpx",
+    "typer",
+    "streamlit",
+    "plotly",
+    "torch",
+)
+SCHEMA = "kvatlas.doctor/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One checked thing. `action` says what to do and is "" where there is nothing to do."""
+
+    check: str
+    level: Level
+    message: str
+    action: str = ""
+
+
+def examine(folders: Sequence[Path], settings: AgentSettings) -> list[Finding]:
+    """Every check, in the order in which a person would go about it. Changes nothing."""
+    return [
+        *_python(),
+        *_distributions(installed()),
+        *(_folder(folder) for folder in folders),
+        *_writer(),
+        *_shared_memory(),
+        *_maps(folders),
+        _port(settings),
+        _gpu(),
+    ]
+
+
+def to_json(findings: Iterable[Finding]) -> dict[str, Any]:
+    listed = [
+        {"check": one.check, "level": one.level, "message": one.message, "action": one.action} for one in findings
+    ]
+    return {"schema": SCHEMA, "ok": all(one["level"] != "failed" for one in listed), "findings": listed}
+
+
+def _python() -> list[Finding]:
+    versions = []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            versions.append(f"{name} absent")
+    host = f"Python {platform.python_version()} on {platform.system()} {platform.release()} {platform.machine()}"
+    findings = [Finding("python", "ok", host), Finding("packages", "ok", ", ".join(versions))]
+    if platform.machine() not in ("x86_64", "AMD64"):
+        message = f"the map's ordering of stores is proven on x86-64; on {platform.machine()} it is not"
+        findings.append(Finding("architecture", "warning", message, "treat the numbers with care"))
+    return findings
+
+
+def _distributions(found: dict[str, str]) -> list[Finding]:
+    if len(found) > 1:
+        message = "kvatlas and kvatlas-shim are both in this environment and overwrite each other's files"
+        return [Finding("distributions", "failed", message, "pip uninstall kvatlas-shim, or give each its own venv")]
+    if not found:
+        return [Finding("distributions", "note", "run from a checkout: neither distribution is installed")]
+    return [Finding("distributions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))]
+
+
+def _folder(folder: Path) -> Finding:
+    name = f"folder {folder}"
+    if not folder.exists():
+        return Finding(name, "note", "does not exist; a writer makes it where it may")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return Finding(name, "warning", "may not be read by this user", "run the agent in the group that owns it")
+    kind = file_system(folder) or "unknown"
+    writable = "writable" if os.access(folder, os.W_OK) else "not writable by this user"
+    if not is_in_memory(folder):
+        return Finding(name, "warning", f"{kind}, not in memory; {writable}", "mount a tmpfs there")
+    return Finding(name, "ok", f"{kind}, {writable}")
+
+
+def _writer() -> list[Finding]:
+    chosen = writer_folder()
+    if chosen.warning:
+        return [Finding("writer", "warning", chosen.warning, "set KVATLAS_DIR to a folder on a tmpfs")]
+    return [Finding("writer", "ok", f"an engine of this user would write its map to {chosen.path}")]
+
+
+def _shared_memory() -> list[Finding]:
+    if not MEMORY_FOLDER.is_dir():
+        return [Finding("shared memory", "note", f"{MEMORY_FOLDER} does not exist")]
+    usage = shutil.disk_usage(MEMORY_FOLDER)
+    message = f"{MEMORY_FOLDER}: {usage.free / 2**20:,.0f} MiB free of {usage.total / 2**20:,.0f} MiB"
+    if usage.total <= 64 * 2**20:
+        action = "a map takes about 18 bytes a block and 3 MiB; give the container more (--shm-size) for large pools"
+        return [Finding("shared memory", "warning", message, action)]
+    return [Finding("shared memory", "ok", message)]
+
+
+def _maps(folders: Sequence[Path]) -> list[Finding]:
+    found = scan(folders)
+    findings = [Finding("map", "warning", line, "see the reason") for line in found.unreadable]
+    for one in found.maps:
+        try:
+            reader = MapReader(one.path)
+            try:
+                alive = "its writer lives" if reader.writer_alive() else "its writer is gone"
+                identity = reader.identity
+            finally:
+                reader.close()
+        except (KvatlasError, OSError) as error:
+            findings.append(Finding(f"map {one.id}", "warning", str(error), "see the reason"))
+            continue
+        message = f"{identity.model}, {identity.total_blocks:,} blocks, pid {identity.pid}, {alive}"
+        findings.append(Finding(f"map {one.id}", "ok", message))
+    if not findings:
+        action = "start an engine with the shim, or `kvatlas demo`; check KVATLAS_DIR on both sides"
+        findings.append(Finding("maps", "note", "none found", action))
+    return findings
+
+
+def _port(settings: AgentSettings) -> Finding:
+    host, port = settings.address
+    name = f"port {host}:{port}"
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(target)
+    except OSError as error:
+        return Finding(name, "note", f"cannot be had: {error.strerror}", "fine if the agent runs; else use --listen")
+    return Finding(name, "ok", "free")
+
+
+def _gpu() -> Finding:
+    """Does NVML answer? The agent needs no GPU; without one it says less about devices."""
+    try:
+        import pynvml
+    except ImportError:
+        return Finding("gpu", "note", "nvidia-ml-py is not installed", "pip install nvidia-ml-py to see device memory")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Finding("gpu", "note", f"NVML does not answer: {error}")
+    try:
+        return Finding("gpu", "ok", f"NVML sees {pynvml.nvmlDeviceGetCount()} devices")
+    except pynvml.NVMLError as error:
+        return Finding("gpu", "warning", f"NVML answers with an error: {error}", "check the driver and the container")
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,56 @@
+"""Who may change things: the bearer token, compared in constant time."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """`allowed`, or the reason and what to do about it."""
+
+    allowed: bool
+    message: str = ""
+    action: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteGuard:
+    """Decides on requests that change something. Reading is open: it is what Prometheus and the dashboard do."""
+
+    token: str | None
+    listens_on_loopback: bool
+
+    @property
+    def enabled(self) -> bool:
+        """Can any request that changes something be allowed?"""
+        return self.token is not None or self.listens_on_loopback
+
+    def check(self, authorization: str | None, peer: str | None) -> Access:
+        """`authorization` is that header, `peer` the address at the other end; None where absent or unknown."""
+        if self.token is None:
+            if self.listens_on_loopback and peer is not None and is_loopback(peer):
+                return Access(True)
+            return Access(
+                False,
+                "changes are off: the agent listens beyond loopback and has no token",
+                "start the agent with KVATLAS_TOKEN or KVATLAS_TOKEN_FILE, and send the token",
+            )
+        scheme, _, given = (authorization or "").partition(" ")
+        if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.token.encode()):
+            return Access(True)
+        return Access(False, "the bearer token is missing or wrong", "send the header 'Authorization: Bearer TOKEN'")
+
+
+def is_loopback(host: str) -> bool:
+    """Is this name or address of the machine itself? A name other than localhost is not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
