@@ -10,6 +10,8 @@ PROFILE=${1:-test}
 TORCH_INDEX=${TORCH_INDEX:-}
 MINIMUM_FREE_MIB=3000     # the environment with a CPU build of PyTorch takes 1,800 MiB, pip's temporary files the rest
 FULL_BUILD_FREE_MIB=12000 # PyTorch's default build for Linux brings the CUDA libraries
+quiet=-q
+[ ! -t 2 ] || quiet=''
 case $PROFILE in
     demo) extras=agent,dashboard,engine ;;
     test) extras=dev ;;
@@ -77,19 +79,20 @@ announce() {
     say "set-up for '$PROFILE': downloads $size into $VENV, with $("$python" --version)"
 }
 
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+# pip on stderr, with its progress where a person watches.
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --no-input $quiet "$@" >&2; }
 
 make_environment() {
     if ! { [ -x "$VENV/bin/python" ] && version_fits "$VENV/bin/python" && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }; then
         "$python" -m venv --clear "$VENV"
     fi
     # The build tool is installed from its pin too, hence no build isolation below.
-    pip install -q -c "$ROOT/constraints.txt" pip hatchling
+    pip install -c "$ROOT/constraints.txt" pip hatchling
     if [ -n "$TORCH_INDEX" ]; then
         # Only torch itself comes from that index; what it depends on comes from the default one, by its pins.
-        pip install -q --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' "$ROOT/constraints.txt")"
+        pip install --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' "$ROOT/constraints.txt")"
     fi
-    pip install -q -c "$ROOT/constraints.txt" --no-build-isolation -e "$ROOT[$extras]"
+    pip install -c "$ROOT/constraints.txt" --no-build-isolation -e "$ROOT[$extras]"
 }
 
 fingerprint() {
