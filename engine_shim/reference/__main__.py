@@ -1,0 +1,148 @@
+"""`python -m engine_shim.reference`: serve a trace until a signal says stop; one JSON report at the end."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from engine_shim.errors import KvatlasError
+from engine_shim.policies import POLICIES
+from engine_shim.reference.build import EngineSettings, arrivals, build_engine
+from engine_shim.reference.clock import RealClock, VirtualClock
+from engine_shim.reference.engine import Pace
+from engine_shim.reference.geometry import GEOMETRIES
+from engine_shim.reference.kv_cache import DTYPES
+from engine_shim.reference.scheduler import Limits
+from engine_shim.tether import end_with_parent
+from engine_shim.workload import load_workload
+
+SCHEMA = "kvatlas.engine-report/v1"
+log = logging.getLogger("kvatlas.engine")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The engine's flags; defaults are those of the settings classes."""
+    parser = argparse.ArgumentParser(prog="python -m engine_shim.reference", description=__doc__)
+    parser.add_argument("--engine-id", default="reference", help="stable name of the engine, part of the map's name")
+    parser.add_argument("--trace", default="mooncake-conversation", help="bundled trace or file")
+    parser.add_argument("--policy", default="vllm", choices=tuple(POLICIES), help="where the next block comes from")
+    parser.add_argument("--blocks", type=int, default=4096, help="blocks of the pool, block 0 included")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
+    parser.add_argument("--headroom", type=float, default=0.10, help="share that new sequences may not take")
+    parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--model-geometry", default="stories260K", choices=GEOMETRIES, help="shape of the KV cache")
+    parser.add_argument("--dtype", default="float16", choices=DTYPES, help="of keys and values")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--content", default="pattern", choices=("pattern", "model"), help="what the blocks hold")
+    parser.add_argument("--speed", type=float, default=1.0, help="trace seconds a second")
+    parser.add_argument("--tokens-per-second", type=float, default=30.0, help="decoding of a sequence; 0 is unbounded")
+    parser.add_argument("--max-sequences", type=int, default=256, help="running at once")
+    parser.add_argument("--step-tokens", type=int, default=8192, help="computed in one step at most")
+    parser.add_argument("--samples", type=int, default=1, help="continuations of each prompt, which share its blocks")
+    parser.add_argument("--seed", type=int, default=1, help="of patterns and weights")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--requests", type=int, default=0, help="serve only the first so many; 0 for all")
+    parser.add_argument("--loop", action="store_true", help="start the trace again after its end, with other contents")
+    parser.add_argument("--virtual-time", action="store_true", help="do not wait for arrivals: as fast as it computes")
+    parser.add_argument("--exit-when-done", action="store_true", help="end when all requests are served")
+    parser.add_argument("--verify-every", type=int, default=0, help="steps between checks of contents (pattern mode)")
+    parser.add_argument("--transfer-dir", type=Path, help="send finished sequences to files in this folder")
+    parser.add_argument("--transfer-peer", help="send finished sequences to host:port or unix:/path")
+    parser.add_argument("--transfer-every", type=int, default=1, help="send each n-th finished sequence")
+    parser.add_argument("--transfer-rate", type=float, help="bytes a second of trace time; unbounded by default")
+    parser.add_argument("--map-folder", type=Path, help="folder of the allocation map; KVATLAS_DIR by default")
+    parser.add_argument("--end-with-parent", action="store_true", help="stop when the process that started us ends")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit 0 after an orderly end, 1 where contents differed or something failed, 2 on wrong usage."""
+    options = build_parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    if options.end_with_parent:
+        end_with_parent()
+    stop = _StopOnSignal()
+    try:
+        return _serve(options, stop)
+    except KvatlasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+class _StopOnSignal:
+    """Notes SIGTERM and SIGINT. The handler sets one attribute: it may interrupt any line of the engine's thread."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, _number: int, _frame: object) -> None:
+        self.requested = True
+
+
+def _serve(options: argparse.Namespace, stop: _StopOnSignal) -> int:
+    settings = EngineSettings(
+        engine_id=options.engine_id,
+        policy=options.policy,
+        blocks=options.blocks,
+        block_tokens=options.block_size,
+        headroom=options.headroom,
+        prefix_cache=options.prefix_cache,
+        model_geometry=options.model_geometry,
+        dtype=options.dtype,
+        device=options.device,
+        content=options.content,
+        limits=Limits(options.max_sequences, options.step_tokens),
+        pace=Pace(options.speed, options.tokens_per_second),
+        samples=options.samples,
+        seed=options.seed,
+        verify_every=options.verify_every,
+        transfer_folder=options.transfer_dir,
+        transfer_peer=options.transfer_peer,
+        transfer_every=options.transfer_every,
+        transfer_bytes_per_second=options.transfer_rate,
+    )
+    torch.set_num_threads(options.threads)
+    workload = load_workload(options.trace)
+    if options.requests:
+        workload = dataclasses.replace(workload, requests=workload.requests[: options.requests])
+    clock = VirtualClock() if options.virtual_time else RealClock()
+    engine, observer = build_engine(settings, clock, map_folder=options.map_folder)
+    log.info(
+        "engine %s: %d blocks of %s, %d MiB on %s, policy %s, pid %d",
+        settings.engine_id, settings.blocks, settings.model_geometry, engine.cache.nbytes >> 20,
+        engine.cache.device, settings.policy, os.getpid(),
+    )  # fmt: skip
+    try:
+        engine.serve(
+            arrivals(workload, settings, loop=options.loop),
+            settings.pace,
+            stop=lambda: stop.requested,
+            until_idle=options.exit_when_done,
+        )
+        differing = engine.verify_all() if options.verify_every else []
+        for line in differing:
+            log.error("%s", line)
+        report = engine.report()
+    finally:
+        engine.close()
+        close = getattr(observer, "close", None)
+        if close is not None:
+            close()
+    print(json.dumps({"schema": SCHEMA, "engine_id": settings.engine_id, "skipped_requests": workload.skipped,
+                      "kv_bytes": engine.cache.nbytes, **dataclasses.asdict(report)}), flush=True)  # fmt: skip
+    return 1 if report.mismatched_blocks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The paged KV cache itself: one tensor of keys and one of values a layer, blocks first, allocated and written."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine_shim.errors import SettingsError
+from engine_shim.reference.geometry import Geometry
+
+DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def choose_device(name: str) -> torch.device:
+    """`cpu`, `cuda`, or `auto` for CUDA where a card is there; SettingsError where the asked-for device is not."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise SettingsError(f"device {name!r} is not known; use auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise SettingsError("device cuda was asked for and torch sees no CUDA card; use --device cpu")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+class KVCache:
+    """Keys and values of `num_blocks` blocks; `keys[layer]` is (blocks, block_tokens, kv_heads, head_dim).
+
+    On the CPU every tensor lies over an anonymous mapping of its own, so that whole pages can be given back to the
+    host. All memory is touched at once: a pool that does not fit fails here and not in the middle of a run.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        num_blocks: int,
+        *,
+        block_tokens: int = 16,
+        dtype: str = "float16",
+        device: torch.device | None = None,
+    ) -> None:
+        if num_blocks < 1 or block_tokens < 1:
+            raise SettingsError(f"a pool of {num_blocks} blocks of {block_tokens} tokens holds nothing; give 1 or more")
+        if dtype not in DTYPES:
+            raise SettingsError(f"KV dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        self.geometry, self.num_blocks, self.block_tokens = geometry, num_blocks, block_tokens
+        self.dtype_name, self.dtype = dtype, DTYPES[dtype]
+        self.device = device or torch.device("cpu")
+        self._maps: list[mmap.mmap] = []
+        self._check_room()
+        shape = (num_blocks, block_tokens, geometry.kv_heads, geometry.head_dim)
+        self.keys = [self._allocate(shape) for _ in range(geometry.layers)]
+        self.values = [self._allocate(shape) for _ in range(geometry.layers)]
+        self.copied_blocks = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the cache: keys of all layers, then values of all layers."""
+        return self.keys + self.values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensors' storages take."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, from the storages."""
+        return self.nbytes // self.num_blocks
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """One layer's tensor as (slots, kv_heads * head_dim); slot = block * block_tokens + offset in the block."""
+        return tensor.view(self.num_blocks * self.block_tokens, -1)
+
+    def slots(self, table: Sequence[int], start: int, stop: int) -> NDArray[np.int64]:
+        """Where a sequence's tokens start..stop-1 lie, through its block table."""
+        first, last = start // self.block_tokens, -(-stop // self.block_tokens)
+        blocks = np.asarray(table[first:last], dtype=np.int64)
+        slots = blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)
+        offset = first * self.block_tokens
+        return np.asarray(slots.reshape(-1)[start - offset : stop - offset])
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) over all layers, as if all were read before any is written.
+
+        Neighbours go as one slice: copies by index reach an eighth of the bandwidth of a slice on a CPU. Only a
+        source that another copy overwrites goes through a temporary.
+        """
+        overwritten = {destination for _, destination in copies}
+        direct = [copy for copy in copies if copy[0] not in overwritten]
+        staged = [copy for copy in copies if copy[0] in overwritten]
+        runs = list(coalesce(direct))
+        for tensor in self.tensors:
+            kept = [(destination, tensor[source].clone()) for source, destination in staged]
+            for source, destination, count in runs:
+                tensor[destination : destination + count].copy_(tensor[source : source + count])
+            for destination, contents in kept:
+                tensor[destination].copy_(contents)
+        self.copied_blocks += len(copies)
+
+    def read_blocks(self, first: int, count: int) -> Iterable[memoryview]:
+        """The bytes of `count` neighbouring blocks, tensor by tensor, as they lie on the host."""
+        for tensor in self.tensors:
+            flat = tensor[first : first + count].contiguous().view(torch.uint8).reshape(-1).cpu()
+            yield flat.numpy().data
+
+    def _allocate(self, shape: tuple[int, ...]) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        size = int(np.prod(shape)) * self.dtype.itemsize
+        mapping = mmap.mmap(-1, size)
+        self._maps.append(mapping)
+        return torch.frombuffer(mapping, dtype=self.dtype).view(shape).zero_()
+
+    def _check_room(self) -> None:
+        needed = self.num_blocks * self.block_tokens * self.geometry.token_bytes(self.dtype.itemsize)
+        if self.device.type == "cuda":
+            available: int | None = torch.cuda.mem_get_info(self.device)[0]
+        else:
+            available = _available_host_bytes()
+        if available is not None and needed > available:
+            raise SettingsError(
+                f"{self.num_blocks} blocks of {self.geometry.name} need {needed >> 20} MiB and {available >> 20} MiB "
+                f"are available on {self.device.type}; use fewer --blocks or a smaller --model-geometry"
+            )
+
+
+def coalesce(copies: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int, int]]:
+    """Join copies (source, destination) whose neighbours follow each other into (source, destination, count)."""
+    run: tuple[int, int, int] | None = None
+    for source, destination in copies:
+        if run is not None:
+            first, target, count = run
+            if source == first + count and destination == target + count:
+                run = (first, target, count + 1)
+                continue
+            yield run
+        run = (source, destination, 1)
+    if run is not None:
+        yield run
+
+
+def _available_host_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None

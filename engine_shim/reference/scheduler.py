@@ -1,0 +1,195 @@
+"""Which tokens are computed in the next step: continuous batching with chunked prefill and preemption by recompute.
+
+The order is that of vLLM's V1 scheduler: running sequences first, each up to the step's token budget; where a block
+is missing, the latest arrival is preempted and computed anew later; then waiting ones, first come, first served.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from engine_shim.block_pool import BlockPool
+from engine_shim.errors import PoolExhausted, SettingsError
+from engine_shim.observer import NO_OBSERVER, PoolObserver
+from engine_shim.reference.content import Work
+from engine_shim.reference.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one step may hold."""
+
+    max_sequences: int = 256
+    step_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.max_sequences < 1 or self.step_tokens < 1:
+            raise SettingsError(
+                f"max_sequences={self.max_sequences} and step_tokens={self.step_tokens} must both be 1 or more"
+            )
+
+
+class Scheduler:
+    """Owns the queue, the running batch and the block tables; blocks come from `pool`.
+
+    `copy` executes the block copies that an allocation asks for, before anything is written to the new blocks.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        copy: Callable[[Items[tuple[int, int]]], None],
+        *,
+        limits: Limits | None = None,
+        observer: PoolObserver = NO_OBSERVER,
+    ) -> None:
+        self.pool = pool
+        self.limits = limits or Limits()
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        self._copy = copy
+        self._observer = observer
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def refusal(self, sequence: Sequence) -> str | None:
+        """Why a sequence can never be served by this pool, or None where it can."""
+        pool = self.pool
+        whole, prompt = self._blocks_for(sequence.max_tokens - 1), self._blocks_for(sequence.prompt_tokens)
+        if whole > pool.usable_blocks:
+            return f"{sequence.max_tokens} tokens need {whole} blocks; the pool has {pool.usable_blocks}"
+        if prompt > pool.usable_blocks - pool.headroom_blocks:
+            return (
+                f"a prompt of {sequence.prompt_tokens} tokens needs {prompt} blocks; "
+                f"new sequences may take {pool.usable_blocks - pool.headroom_blocks}"
+            )
+        return None
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that `refusal` has nothing against."""
+        sequence.owner = self._observer.open_owner(sequence.request_id)
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[Work]:
+        """Choose the next step's work and take the blocks for it; empty where nothing can go on."""
+        batch: list[Work] = []
+        budget = self.limits.step_tokens
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget:
+            sequence = self.running[index]
+            count = min(sequence.pending, budget)
+            while not self._make_room(sequence, sequence.computed + count):
+                preempted = True
+                victim = self.running.pop()
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                batch.append(Work(sequence, sequence.computed, sequence.computed + count))
+                budget -= count
+                index += 1
+        while budget and self.waiting and not preempted and len(self.running) < self.limits.max_sequences:
+            work = self._admit(self.waiting[0], budget)
+            if work is None:
+                break
+            self.running.append(self.waiting.popleft())
+            batch.append(work)
+            budget -= work.stop - work.start
+        return batch
+
+    def register_full_blocks(self, sequence: Sequence) -> tuple[int, int]:
+        """Offer newly filled blocks to the prefix cache; returns their range in the table."""
+        first, last = sequence.registered, sequence.computed // self.pool.block_tokens
+        if not self.pool.prefix_cache:
+            return first, first
+        for index in range(first, last):
+            self.pool.register(sequence.table[index], sequence.hashes[index])
+        sequence.registered = last
+        return first, last
+
+    def branch(self, sequence: Sequence, sample: int) -> Sequence:
+        """Start another continuation that shares all blocks so far; the next write to a shared one copies it."""
+        branch = sequence.branch(sample, self.pool.block_tokens)
+        branch.owner = self._observer.open_owner(f"{sequence.request_id}#{sample}")
+        self.pool.fork(branch.table, owner=branch.owner)
+        self.running.append(branch)
+        return branch
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a complete sequence out of the batch; its blocks stay its own until `release`."""
+        self.running.remove(sequence)
+        sequence.status = Status.FINISHED
+
+    def release(self, sequence: Sequence) -> None:
+        """Give a sequence's blocks back, its last first: the front of a prefix is worth keeping longest."""
+        self.pool.release(reversed(sequence.forget_blocks()), owner=sequence.owner)
+        self._observer.close_owner(sequence.owner)
+
+    def _admit(self, sequence: Sequence, budget: int) -> Work | None:
+        pool, size = self.pool, self.pool.block_tokens
+        # The last known token is always computed: its output is wanted. So a full hit gives up its last block.
+        hits = pool.find_prefix(sequence.hashes[: (sequence.length - 1) // size]) if pool.prefix_cache else []
+        first_time = sequence.preemptions == 0
+        # As in vLLM, the whole prompt must fit, not only its first chunk: else prefills preempt each other.
+        needed = self._blocks_for(sequence.length) - len(hits) + pool.num_unreferenced(hits)
+        if not pool.can_allocate(needed, new_sequence=first_time):
+            return None
+        pool.acquire(hits, owner=sequence.owner)
+        start = len(hits) * size
+        stop = min(sequence.length, start + budget)
+        allocation = pool.allocate(
+            self._blocks_for(stop) - len(hits), owner=sequence.owner, position=len(hits), new_sequence=first_time
+        )
+        self._execute(allocation.copies)
+        sequence.table = hits + allocation.blocks
+        sequence.computed = start
+        sequence.registered = len(hits)
+        sequence.status = Status.RUNNING
+        if pool.prefix_cache and first_time:
+            self.prefix_query_tokens += sequence.length
+            self.prefix_hit_tokens += start
+            self._observer.counted("prefix_query_tokens", sequence.length)
+            if start:
+                self._observer.counted("prefix_hit_tokens", start)
+        return Work(sequence, start, stop)
+
+    def _make_room(self, sequence: Sequence, stop: int) -> bool:
+        """Make tokens computed..stop-1 writable: own blocks for all of them. False where the pool has too few."""
+        pool, table = self.pool, sequence.table
+        try:
+            written = sequence.computed // pool.block_tokens
+            if written < len(table):
+                replaced = pool.copy_on_write(table[written], owner=sequence.owner, position=written)
+                if replaced is not None:
+                    self._execute(replaced.copies)
+                    table[written] = replaced.blocks[0]
+            missing = self._blocks_for(stop) - len(table)
+            if missing > 0:
+                allocation = pool.allocate(missing, owner=sequence.owner, position=len(table))
+                self._execute(allocation.copies)
+                table.extend(allocation.blocks)
+        except PoolExhausted:
+            return False
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.pool.release(reversed(victim.forget_blocks()), owner=victim.owner)
+        victim.status = Status.WAITING
+        victim.preemptions += 1
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+        self._observer.counted("preemptions")
+
+    def _execute(self, copies: Items[tuple[int, int]]) -> None:
+        if copies:
+            self._copy(copies)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.pool.block_tokens)

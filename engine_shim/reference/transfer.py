@@ -1,0 +1,218 @@
+"""Finished sequences sent to a file or a peer by a thread of its own; their blocks stay pinned meanwhile.
+
+Stream: one line of JSON (`request_id`, `blocks`, `runs`, `tensors`, `block_bytes`, `dtype`, `tokens`), then for each
+run of neighbouring blocks, in the order of the sequence, the bytes of each tensor (keys of all layers, then values).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from engine_shim.block_pool import BlockPool
+from engine_shim.errors import SettingsError
+from engine_shim.reference.kv_cache import KVCache, coalesce
+from engine_shim.reference.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+
+
+class Target(Protocol):
+    """Where the bytes of a sequence go."""
+
+    def open(self, request_id: str) -> Iterator[BinaryIO]:
+        """One stream for one sequence, closed at the end."""
+        ...
+
+
+class FolderTarget:
+    """One file a sequence; only the newest `keep` stay, so that a long run does not fill the disk."""
+
+    def __init__(self, folder: Path, keep: int = 8) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"transfer folder {folder} cannot be made: {error.strerror or error}") from error
+        self._folder = folder
+        self._kept: deque[Path] = deque()
+        self._keep = keep
+
+    def open(self, request_id: str) -> Iterator[BinaryIO]:
+        path = self._folder / f"{request_id.replace('/', '_')}.kv"
+        with path.open("wb") as stream:
+            yield stream
+        self._kept.append(path)
+        while len(self._kept) > self._keep:
+            self._kept.popleft().unlink(missing_ok=True)
+
+
+class PeerTarget:
+    """One connection a sequence to `host:port` or `unix:/path`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        host, _, port = address.rpartition(":")
+        if not address.startswith("unix:") and not (host and port.isdigit()):
+            raise SettingsError(f"transfer peer {address!r} is neither host:port nor unix:/path")
+
+    def open(self, request_id: str) -> Iterator[BinaryIO]:
+        if self._address.startswith("unix:"):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(CONNECT_SECONDS)
+            connection.connect(self._address.removeprefix("unix:"))
+        else:
+            host, _, port = self._address.rpartition(":")
+            connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        with connection, connection.makefile("wb") as stream:
+            yield stream
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTotals:
+    """What was sent. A descriptor is one contiguous piece of memory: a run of blocks in one tensor."""
+
+    sequences: int = 0
+    failed: int = 0
+    blocks: int = 0
+    descriptors: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    sequence: Sequence
+    table: tuple[int, ...]
+    pinned: tuple[int, ...]
+
+
+class Transfers:
+    """Hands finished sequences to the sending thread and gives their blocks back once they are sent.
+
+    All methods are for the engine's thread; the sending thread only reads pinned blocks and calls `wake`.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        cache: KVCache,
+        target: Target,
+        *,
+        bytes_per_second: float | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        if bytes_per_second is not None and bytes_per_second <= 0:
+            raise SettingsError(f"transfer rate {bytes_per_second} bytes/s must be above 0")
+        self._pool, self._cache, self._target = pool, cache, target
+        self._rate, self._wake = bytes_per_second, wake
+        self._pins: Counter[int] = Counter()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[tuple[_Job, TransferTotals]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self.in_flight = 0
+        self.totals = TransferTotals()
+        self._thread = threading.Thread(target=self._send_all, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    def start(self, sequence: Sequence) -> None:
+        """Pin the sequence's blocks and queue it. A block in two transfers at once is pinned once."""
+        table = tuple(sequence.table)
+        fresh = [block for block in table if not self._pins[block]]
+        self._pool.pin(fresh)
+        self._pins.update(table)
+        self.in_flight += 1
+        self._jobs.put(_Job(sequence, table, table))
+
+    def collect(self) -> list[Sequence]:
+        """Unpin what has been sent since the last call; returns the sequences, whose blocks can be released."""
+        done: list[Sequence] = []
+        while True:
+            try:
+                job, totals = self._sent.get_nowait()
+            except queue.Empty:
+                return done
+            self._pins.subtract(job.pinned)
+            free = [block for block in job.pinned if not self._pins[block]]
+            for block in free:
+                del self._pins[block]
+            self._pool.unpin(free)
+            self.in_flight -= 1
+            self.totals = _sum(self.totals, totals)
+            done.append(job.sequence)
+
+    def close(self) -> None:
+        """Break off what is under way and end the thread."""
+        self._stopping.set()
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _send_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                totals = self._send(job)
+            except OSError as error:
+                # A full disk or a peer that left must not keep the blocks: the sequence is given up, the pool is not.
+                if not self._stopping.is_set():
+                    log.warning("transfer of %s failed: %s", job.sequence.request_id, error)
+                totals = TransferTotals(failed=1)
+            self._sent.put((job, totals))
+            self._wake()
+
+    def _send(self, job: _Job) -> TransferTotals:
+        runs = [(first, count) for first, _, count in coalesce((block, i) for i, block in enumerate(job.table))]
+        cache = self._cache
+        sent = 0
+        header = {
+            "request_id": job.sequence.request_id,
+            "blocks": list(job.table),
+            "runs": runs,
+            "tensors": len(cache.tensors),
+            "block_bytes": cache.block_bytes,
+            "dtype": cache.dtype_name,
+            "tokens": job.sequence.computed,
+        }
+        with contextmanager(self._target.open)(job.sequence.request_id) as stream:
+            stream.write(json.dumps(header).encode() + b"\n")
+            for first, count in runs:
+                for piece in cache.read_blocks(first, count):
+                    if self._stopping.is_set():
+                        raise OSError("the engine is shutting down")
+                    stream.write(piece)
+                    sent += piece.nbytes
+                    if self._rate is not None:
+                        self._stopping.wait(piece.nbytes / self._rate)
+        return TransferTotals(1, 0, len(job.table), len(runs) * len(cache.tensors), sent)
+
+
+def receive(stream: BinaryIO) -> tuple[dict[str, object], list[bytes]]:
+    """Read one sequence as a peer does: its header, and each block's bytes, tensor after tensor, in table order."""
+    header = json.loads(stream.readline())
+    piece_bytes = header["block_bytes"] // header["tensors"]
+    blocks: list[bytes] = []
+    for _, count in header["runs"]:
+        pieces = [[b""] * header["tensors"] for _ in range(count)]
+        for tensor in range(header["tensors"]):
+            for index in range(count):
+                pieces[index][tensor] = stream.read(piece_bytes)
+        blocks += [b"".join(of_block) for of_block in pieces]
+    return header, blocks
+
+
+def _sum(left: TransferTotals, right: TransferTotals) -> TransferTotals:
+    return TransferTotals(
+        left.sequences + right.sequences,
+        left.failed + right.failed,
+        left.blocks + right.blocks,
+        left.descriptors + right.descriptors,
+        left.sent_bytes + right.sent_bytes,
+    )
