@@ -26,7 +26,7 @@ work=$(mktemp -d "$CACHE/prometheus-tools.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
 say "fetching prometheus and prometheus-alertmanager (about 35 MB) into $CACHE/prometheus-tools"
-fetch() { (cd "$work" && apt-get download -q prometheus prometheus-alertmanager </dev/null >&2); }
+fetch() { (cd "$work" && run_quietly apt-get download -q prometheus prometheus-alertmanager); }
 if ! fetch; then # on a fresh system the package lists may be missing
     is_root || fail 1 "apt-get could not fetch them; run this once, then try again:  sudo apt-get update"
     update_package_lists && fetch || fail 1 "apt-get could not fetch prometheus and prometheus-alertmanager"

@@ -102,7 +102,7 @@ if [ "${1:-}" = --inside ]; then
 fi
 
 is_root || fail 2 "this needs root, for the mounts and the chroot:  sudo make test-fresh"
-have apt-get && have unshare || fail 1 "this needs a Debian or Ubuntu with util-linux"
+have apt-get && have unshare && have setpriv || fail 1 "this needs a Debian or Ubuntu with util-linux"
 source=$(apt_source)
 mirror=${FRESH_MIRROR:-${source% *}}
 suite=${FRESH_SUITE:-${source#* }}
@@ -115,10 +115,21 @@ free_mib=$(df -Pm "$FOLDER" | awk 'NR == 2 { print $4 }')
 base=$FOLDER/$suite
 [ -d "$base" ] || make_base "$base" "$mirror" "$suite"
 
+exec 9>"$FOLDER/lock"
+flock --nonblock 9 || fail 1 "another test-fresh is running in $FOLDER"
 root=$FOLDER/run
-rm -rf --one-file-system "$root"
-trap 'rm -rf --one-file-system "$root"' EXIT
+child=''
+clean_up() {
+    if [ -n "$child" ]; then
+        kill -KILL "$child" 2>/dev/null || true
+        wait "$child" 2>/dev/null || true
+    fi
+    # Processes of the namespace may take a moment to be gone.
+    rm -rf --one-file-system "$root" || { sleep 1; rm -rf --one-file-system "$root"; }
+}
+trap clean_up EXIT
 trap 'exit 130' INT TERM HUP
+rm -rf --one-file-system "$root"
 say "copying the bare root"
 cp -a "$base" "$root"
 rm -f "$root/etc/apt/sources.list" # debootstrap's own; this machine's sources follow
@@ -133,4 +144,11 @@ done
 git -C "$ROOT" diff --quiet HEAD || say "note: changes that are not committed are not tested"
 git clone -q --no-hardlinks "$ROOT" "$root$CLONE"
 
-unshare --mount --pid --fork --kill-child --propagation private "$0" --inside "$root" "$SECONDS_OF_DEMO"
+# In the background, so that a signal is answered at once; it dies with this script however that ends.
+setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --propagation private \
+    "$0" --inside "$root" "$SECONDS_OF_DEMO" </dev/null &
+child=$!
+status=0
+wait "$child" || status=$?
+child=''
+exit "$status"
