@@ -1,1 +1,1 @@
-"""The operator's page: live KV blocks and what the numbers about them mean."""
+"""The operator's page: draws what the agent says about each KV cache pool, and admits what it does not know."""

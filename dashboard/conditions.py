@@ -1,0 +1,123 @@
+"""What an operator must know before believing a number: each condition says what it is and what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from agent.client import AgentRefused, AgentUnavailable
+from agent.wire import AgentStatus, EngineSummary
+from dashboard.wording import duration
+
+Severity = Literal["error", "warning", "info"]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One banner. Plain text: ids and reasons come from outside and are shown as they are."""
+
+    severity: Severity
+    what: str
+    action: str
+
+
+def unreachable(error: AgentUnavailable, agent_url: str) -> Condition:
+    return Condition(
+        "error",
+        f"Agent unreachable at {agent_url}. Nothing below is current, so nothing is shown. ({error})",
+        "Start it with: kvatlas agent. If it listens elsewhere, start the dashboard with KVATLAS_AGENT_URL set to it.",
+    )
+
+
+def refused(error: AgentRefused) -> Condition:
+    return Condition("error", f"The agent refused: {error.message}", error.action)
+
+
+def no_engine(agent: AgentStatus) -> Condition:
+    folders = ", ".join(agent.folders) or "no folder"
+    return Condition(
+        "info",
+        f"No engine found. The agent is up and looks for allocation maps in {folders}.",
+        "Start an engine with the shim installed, under the same user and with the same KVATLAS_DIR as the agent. "
+        "kvatlas doctor checks both ends.",
+    )
+
+
+def not_listed(pool: str) -> Condition:
+    return Condition(
+        "warning",
+        f"The agent no longer lists {pool}.",
+        "Its engine ended or its map was removed. Pick another pool; this one comes back by itself if its engine does.",
+    )
+
+
+def unreadable_maps(unreadable: Sequence[str]) -> Condition:
+    shown = "; ".join(unreadable[:3]) + (f"; and {len(unreadable) - 3} more" if len(unreadable) > 3 else "")
+    return Condition(
+        "warning",
+        f"Seen and not readable: {shown}",
+        "Run the agent as the engine's user or in its group, and with a version that knows the map.",
+    )
+
+
+def conditions_of(engine: EngineSummary) -> list[Condition]:
+    """All that stands between the operator and the numbers of this pool; empty for a live one."""
+    found: list[Condition] = []
+    because = f" ({engine.reason})" if engine.reason else ""
+    if engine.state == "gone":
+        found.append(
+            Condition(
+                "error",
+                f"Engine gone{because}. Its last map was read {duration(engine.snapshot_age_seconds)} ago.",
+                "Look why it ended: its log, the kernel's out-of-memory messages. Its pool returns when it restarts.",
+            )
+        )
+    elif engine.state == "stale":
+        found.append(
+            Condition(
+                "error",
+                f"Stale: nothing new for {duration(engine.snapshot_age_seconds)}{because}. The map below is old.",
+                f"See whether process {engine.pid} still runs, or is stopped (kill -CONT {engine.pid} resumes it).",
+            )
+        )
+    elif engine.state == "stalled":
+        found.append(
+            Condition(
+                "error",
+                f"Stalled: {engine.running_requests:,} requests run, yet no step has ended for "
+                f"{duration(engine.last_step_age_seconds)}{because}. The map below shows where it stopped.",
+                f"Take a stack of process {engine.pid} (py-spy dump --pid {engine.pid}) before restarting the engine.",
+            )
+        )
+    elif engine.state == "sleeping":
+        found.append(
+            Condition(
+                "info",
+                f"Sleeping{because}: the engine has given its KV memory back. There is no map and no fragmentation.",
+                "Wake the engine to see its pool again.",
+            )
+        )
+    elif engine.state == "unreadable":
+        found.append(
+            Condition(
+                "error",
+                f"The map of this pool cannot be read{because}.",
+                "Run kvatlas doctor beside the agent: it names the file, its owner and its version.",
+            )
+        )
+    if engine.degraded:
+        found.append(
+            Condition(
+                "warning",
+                "Degraded: the shim in this engine has stopped recording after a fault of its own. "
+                "The numbers no longer follow the pool.",
+                "The engine itself is unharmed. Its log has one kvatlas line with the cause; a restart records again.",
+            )
+        )
+    return found
+
+
+def map_is_meaningful(engine: EngineSummary) -> bool:
+    """Whether there are blocks to draw at all: not for an engine that is gone, asleep or unreadable."""
+    return engine.state in ("live", "stale", "stalled")

@@ -1,0 +1,246 @@
+"""Wire models in, Plotly figures out. Pure: no Streamlit, no clock, no network."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from agent.wire import History, MapCells
+from dashboard.palette import STATE_ORDER, Theme
+from dashboard.raster import MAX_STRIPES, indexed_png, stripes
+from dashboard.wording import duration, shortened
+
+MAX_COLUMNS = 64
+OWNER_CHARACTERS = 36
+_CLEAR = "rgba(0,0,0,0)"
+_STATE_VALUES = ("free", "cached", "used", "pinned", "reserved")  # by BlockState value
+
+
+def columns_of(cells: int) -> int:
+    """Cells in a row: a power of two near the square root, at most 64, so that rows keep their place in mind."""
+    columns = 1
+    while columns * columns < cells and columns < MAX_COLUMNS:
+        columns *= 2
+    return columns
+
+
+def block_map(cells: MapCells, theme: Theme, *, incarnation: str) -> go.Figure:
+    """The pool in address order, row by row from the top left: one cell for each of `cells`.
+
+    What is seen is a picture below an invisible heatmap trace that carries the hover: a cell of several blocks is cut
+    into stripes by the share of each state, held states left, allocatable ones right. Every state present gets at
+    least one stripe. Zoom is kept (`uirevision`) while the pool keeps its incarnation and geometry.
+    """
+    columns = columns_of(cells.cells)
+    rows = -(-cells.cells // columns)
+    figure = go.Figure(_hover_trace(cells, rows, columns))
+    figure.add_layout_image(
+        source="data:image/png;base64," + base64.b64encode(_picture(cells, rows, columns, theme)).decode(),
+        xref="x",
+        yref="y",
+        x=-0.5,
+        y=-0.5,
+        sizex=columns,
+        sizey=rows,
+        xanchor="left",
+        yanchor="top",
+        sizing="stretch",
+        layer="below",
+    )
+    blocks_per_row = columns * cells.blocks_per_cell
+    marks = np.arange(0, rows, -(-rows // 9))
+    axis = {"showgrid": False, "zeroline": False, "ticks": "", "constrain": "domain"}
+    figure.update_layout(
+        **_base_layout(theme),
+        uirevision=f"{cells.id} {incarnation} {cells.total_blocks} {cells.blocks_per_cell}",
+        margin={"l": 84, "r": 2, "t": 26, "b": 4},
+        dragmode="zoom",
+        hovermode="closest",
+    )
+    figure.update_xaxes(**axis, range=[-0.5, columns - 0.5], showticklabels=False)
+    figure.update_yaxes(
+        **axis,
+        range=[rows - 0.5, -0.5],
+        tickmode="array",
+        tickvals=marks.tolist(),
+        ticktext=[f"{row * blocks_per_row:,}" for row in marks],
+        tickfont={"size": 11, "color": theme.muted},
+        ticklabelstandoff=6,
+    )
+    return figure
+
+
+def cell_counts(cells: MapCells) -> NDArray[np.int64]:
+    """Blocks of each state in each cell, (len(STATE_ORDER), cells)."""
+    absent = np.zeros(cells.cells, dtype=np.int64)
+    given = {name: np.asarray(column, dtype=np.int64) for name, column in cells.counts.items()}
+    return np.stack([given.get(name, absent) for name in STATE_ORDER])  # type: ignore[call-overload]
+
+
+def _picture(cells: MapCells, rows: int, columns: int, theme: Theme) -> bytes:
+    width = min(MAX_STRIPES, max(cells.blocks_per_cell, 1))
+    pixels = np.full((rows * columns, width), len(STATE_ORDER), dtype=np.uint8)  # past the palette: transparent
+    pixels[: cells.cells] = stripes(cell_counts(cells), width)
+    return indexed_png(pixels.reshape(rows, columns * width), [theme.states[name] for name in STATE_ORDER])
+
+
+def _hover_trace(cells: MapCells, rows: int, columns: int) -> go.Heatmap:
+    """Invisible; customdata is (rows, columns, 2 + states + 1): first and last block, counts by state, references."""
+    grid = rows * columns
+    first = np.arange(cells.cells, dtype=np.int64) * cells.blocks_per_cell
+    last = np.minimum(first + cells.blocks_per_cell, cells.total_blocks) - 1
+    counts = cell_counts(cells)
+    references = cells.references if cells.references is not None else [0] * cells.cells
+    custom = np.zeros((grid, 3 + len(STATE_ORDER)), dtype=np.int32)
+    custom[: cells.cells] = np.column_stack((first, last, counts.T, references))
+    state = np.full(grid, np.nan, dtype=np.float32)  # NaN: no cell there, so no hover either
+    state[: cells.cells] = cells.state
+    padding = [""] * (grid - cells.cells)
+    return go.Heatmap(
+        z=state.reshape(rows, columns),
+        zmin=0,
+        zmax=255,
+        colorscale=[[0, _CLEAR], [1, _CLEAR]],
+        showscale=False,
+        hoverongaps=False,
+        customdata=custom.reshape(rows, columns, -1),
+        text=_grid(_words(cells) + padding, columns),
+        hovertext=_grid(_ages(cells) + padding, columns),
+        hovertemplate=_hover_template(cells, counts),
+    )
+
+
+def _grid(words: list[str], columns: int) -> NDArray[np.object_]:
+    """As an array, which Plotly copies once where it would copy nested lists element by element, several times."""
+    return np.array(words, dtype=object).reshape(-1, columns)
+
+
+def _words(cells: MapCells) -> list[str]:
+    """The line of each cell that numbers cannot say: its state where it is one block, and its owner."""
+    if cells.owner is None:
+        names = ["not in the map"] * cells.cells
+    else:
+        owners = [*(shortened(owner, OWNER_CHARACTERS) for owner in cells.owners), "nobody"]  # -1 is the last
+        names = [owners[i] for i in cells.owner]
+    if cells.blocks_per_cell > 1:
+        return names
+    states = [_STATE_VALUES[s] if s < len(_STATE_VALUES) else "unknown" for s in cells.state]
+    return [f"<b>{state}</b><br>owner {name}" for state, name in zip(states, names, strict=True)]
+
+
+def _ages(cells: MapCells) -> list[str]:
+    if cells.age_seconds is None:
+        return [""] * cells.cells
+    return [duration(age) for age in cells.age_seconds]
+
+
+def _hover_template(cells: MapCells, counts: NDArray[np.int64]) -> str:
+    single = cells.blocks_per_cell == 1
+    if single:
+        lines = ["block %{customdata[0]:,d}: %{text}"]
+    else:
+        lines = ["<b>blocks %{customdata[0]:,d} to %{customdata[1]:,d}</b>"]
+        present = [i for i in range(len(STATE_ORDER)) if counts[i].any()]
+        lines.append(" · ".join(f"{STATE_ORDER[i]} %{{customdata[{2 + i}]:,d}}" for i in present))
+        lines.append("owner of most: %{text}")
+    if cells.references is not None:
+        which = "references" if single else "highest reference count"
+        lines.append(f"{which} %{{customdata[{2 + len(STATE_ORDER)}]:,d}}")
+    if cells.age_seconds is not None:
+        lines.append(("last touched" if single else "most recent touch") + " %{hovertext} ago")
+    return "<br>".join(lines) + "<extra></extra>"
+
+
+def fragmentation_history(rate: History, strict: History, *, threshold: float, theme: Theme) -> go.Figure:
+    """F over time: the mean of each bucket, its range as a band, F over free blocks alone, and the threshold.
+
+    Times are UTC. Buckets without a sample are gaps: a line across them would claim what nobody saw.
+    """
+    times, low, mean, high = _series(rate, "minimum", "mean", "maximum")
+    strict_times, strict_mean = _series(strict, "mean")
+    plain = {"mode": "lines", "connectgaps": False}
+    figure = go.Figure()
+    figure.add_scatter(x=times, y=high, line={"width": 0}, showlegend=False, hoverinfo="skip", **plain)
+    figure.add_scatter(
+        x=times,
+        y=low,
+        line={"width": 0},
+        fill="tonexty",
+        fillcolor=f"rgba({','.join(str(c) for c in bytes.fromhex(theme.line[1:]))},0.18)",
+        showlegend=False,
+        hoverinfo="skip",
+        **plain,
+    )
+    figure.add_scatter(
+        x=strict_times,
+        y=strict_mean,
+        name="free alone",
+        line={"width": 1.2, "color": theme.line_second, "dash": "dot"},
+        hovertemplate="%{y:.3f}",
+        **plain,
+    )
+    figure.add_scatter(
+        x=times,
+        y=mean,
+        name="free + cached",
+        line={"width": 1.8, "color": theme.line},
+        hovertemplate="%{y:.3f}",
+        **plain,
+    )
+    figure.add_hline(
+        y=threshold,
+        line={"width": 1.2, "color": theme.threshold, "dash": "dash"},
+        annotation={
+            "text": f"threshold {threshold:.0%}",
+            "font": {"size": 11, "color": theme.threshold},
+            "xanchor": "left",
+            "yanchor": "bottom",
+            "showarrow": False,
+        },
+        annotation_position="top left",
+    )
+    figure.update_layout(
+        **_base_layout(theme),
+        uirevision=f"history {rate.id}",
+        margin={"l": 44, "r": 10, "t": 26, "b": 26},
+        hovermode="x unified",
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "font": {"size": 11}},
+    )
+    axis = {"gridcolor": theme.grid, "zeroline": False, "tickfont": {"size": 11, "color": theme.muted}}
+    figure.update_xaxes(**axis, type="date", hoverformat="%H:%M:%S UTC")
+    figure.update_yaxes(**axis, range=[-0.02, 1.02], tickvals=[0, 0.25, 0.5, 0.75, 1], fixedrange=True)
+    return figure
+
+
+def _series(history: History, *which: str) -> list[NDArray[np.floating]]:
+    """Milliseconds since 1970, then one column for each name; an undefined value, or a bucket left out, is NaN."""
+    rows = [
+        (point.time_unix * 1000, *(np.nan if (value := getattr(point, name)) is None else value for name in which))
+        for point in history.points
+    ]
+    table = np.array(rows, dtype=np.float64).reshape(-1, 1 + len(which))
+    after = np.flatnonzero(np.diff(table[:, 0]) > 2500 * history.step_seconds)
+    breaks = np.full((len(after), 1 + len(which)), np.nan)
+    breaks[:, 0] = table[after, 0] + 1000 * history.step_seconds
+    table = np.insert(table, after + 1, breaks, axis=0)
+    return [table[:, 0].round(), *(column.astype(np.float32) for column in table.T[1:])]
+
+
+def _base_layout(theme: Theme) -> dict[str, object]:
+    """No template: Plotly's default one is about nine tenths of a small figure."""
+    return {
+        "template": None,
+        "paper_bgcolor": _CLEAR,
+        "plot_bgcolor": _CLEAR,
+        "font": {"color": theme.text, "size": 12},
+        "hoverlabel": {
+            "bgcolor": theme.hover_background,
+            "bordercolor": theme.muted,
+            "font": {"color": theme.text, "size": 12},
+            "align": "left",
+        },
+        "modebar": {"bgcolor": _CLEAR, "color": theme.muted, "activecolor": theme.text},
+    }

@@ -1,0 +1,65 @@
+"""Where the page gets its data: one agent, one kept-alive connection, an address that stays on the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import streamlit as st
+
+from agent.client import DEFAULT_URL, AgentClient
+
+MAP_CELLS = 4096
+HISTORY_POINTS = 600
+REFRESH_SECONDS = 1.0
+SLOW_REFRESH_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Settings of the page, read once from the environment. The page only reads, so it carries no token."""
+
+    agent_url: str
+    timing: bool  # write one line for each refresh to standard error
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Source:
+        return cls(
+            agent_url=environment.get("KVATLAS_AGENT_URL") or DEFAULT_URL,
+            timing=environment.get("KVATLAS_DASHBOARD_TIMING") == "1",
+        )
+
+    @property
+    def shown_url(self) -> str:
+        """The address without user, password or query, to be shown in the page."""
+        parts = urlsplit(self.agent_url)
+        host = parts.netloc.rpartition("@")[2]
+        return f"{parts.scheme}://{host}{parts.path}"
+
+
+@st.cache_resource(show_spinner=False)
+def source() -> Source:
+    return Source.from_environment(os.environ)
+
+
+@st.cache_resource(show_spinner=False, scope="session", on_release=AgentClient.close)
+def client() -> AgentClient:
+    """One for each browser session, which runs its fragments in one thread; closed with the session."""
+    return AgentClient(source().agent_url)
+
+
+@contextmanager
+def timed(fragment: str) -> Iterator[None]:
+    """With KVATLAS_DASHBOARD_TIMING=1, one JSON line on standard error for each run of a fragment."""
+    start = time.perf_counter()
+    yield
+    if source().timing:
+        milliseconds = round(1000 * (time.perf_counter() - start), 3)
+        line = {"event": "fragment", "fragment": fragment, "milliseconds": milliseconds}
+        print(json.dumps(line), file=sys.stderr, flush=True)

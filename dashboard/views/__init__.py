@@ -1,0 +1,1 @@
+"""The parts of the page, each fetching what it shows and drawing it."""

@@ -1,0 +1,69 @@
+"""What changes slowly: fragmentation over the last quarter of an hour, and who holds the memory."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from agent.client import AgentRefused, AgentUnavailable
+from dashboard import figures, widgets
+from dashboard.figure_component import show_figure
+from dashboard.palette import Theme
+from dashboard.source import HISTORY_POINTS, SLOW_REFRESH_SECONDS, client, timed
+from dashboard.views.pool import PAUSE_KEY, POOL_KEY
+
+HISTORY_HEIGHT = 196
+HISTORY_SECONDS = {"5 min": 300, "15 min": 900, "1 h": 3600}
+DEFAULT_SPAN = "5 min"
+WHY_F_MATTERS = (
+    "Paged attention needs no contiguity: a high F never makes an allocation fail, and by itself it is no fault. "
+    "F matters to what moves or gives back KV memory in runs: KV transfer between engines, offload to the host, "
+    "elastic memory given back in pages, and shrinking the pool. A pool without such a consumer can leave F high."
+)
+
+
+def show_trends(theme: Theme) -> None:
+    """One refresh of the lower page. Silent where the upper page already says that there is no answer."""
+    with timed("trends"):
+        pool = st.session_state.get(POOL_KEY)
+        if pool is None:
+            return
+        try:
+            engine = client().engine(pool)
+            _trends(pool, engine.block_bytes, engine.state == "gone", theme)
+        except (AgentUnavailable, AgentRefused):
+            return
+
+
+def _trends(pool: str, block_bytes: int, gone: bool, theme: Theme) -> None:
+    left, right = st.columns([2.35, 1], gap="medium")
+    with left.container(key="history_box"):
+        with st.container(horizontal=True, vertical_alignment="center"):
+            st.html(widgets.heading_html("Fragmentation over time", "mean and range of each bucket, UTC"))
+            span = st.segmented_control(
+                "Span",
+                list(HISTORY_SECONDS),
+                default=DEFAULT_SPAN,
+                key="span",
+                label_visibility="collapsed",
+                required=True,
+                width="content",
+            )
+        seconds = HISTORY_SECONDS[span or DEFAULT_SPAN]
+        agent = client().engines().agent
+        # Two samples a bucket at least: with one, the jitter of sampling would leave gaps that mean nothing.
+        points = min(HISTORY_POINTS, max(2, int(seconds / (2 * agent.interval_seconds))))
+        rate, strict = (
+            client().history(pool, metric, seconds, points=points)
+            for metric in ("fragmentation", "strict_fragmentation")
+        )
+        paused = bool(st.session_state.get(PAUSE_KEY)) or gone
+        show_figure(
+            figures.fragmentation_history(rate, strict, threshold=agent.threshold, theme=theme),
+            key="history",
+            height=HISTORY_HEIGHT,
+            expires_ms=None if paused else round(6 * SLOW_REFRESH_SECONDS * 1000),
+        )
+        st.html(f'<p class="kv-note">{WHY_F_MATTERS}</p>')
+    with right:
+        st.html(widgets.heading_html("Who holds it"))
+        st.html("" if gone else widgets.holders_html(client().requests(pool), block_bytes))

@@ -1,0 +1,187 @@
+"""Small pieces of the page as HTML text. Whatever comes from outside is escaped here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from agent.wire import EngineSummary, RequestPage
+from dashboard.palette import STATE_MEANINGS, Theme
+from dashboard.wording import compact, count, duration, rate, share, shortened, size
+
+HOLDERS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One headline number. `tone` colours the value: "bad" is above its threshold."""
+
+    label: str
+    value: str
+    detail: str
+    help: str
+    tone: str = ""
+
+
+def tiles_of(engine: EngineSummary, threshold: float) -> list[Tile]:
+    """The headline numbers of one pool. Absolute sizes stand beside every rate."""
+    fragmentation, bytes_each = engine.fragmentation, engine.block_bytes
+    allocatable = engine.blocks.free + engine.blocks.cached
+    above = fragmentation.rate is not None and fragmentation.rate > threshold
+    run = fragmentation.largest_allocatable_run
+    waste = engine.tail_waste_tokens
+    held_slots = (engine.blocks.used + engine.blocks.pinned) * engine.block_tokens
+    exhaustion = engine.forecast.exhaustion_seconds
+    return [
+        Tile(
+            "Fragmentation F",
+            rate(fragmentation.rate),
+            f"free + cached · {'above' if above else 'limit'} {threshold:.2f}",
+            "1 - largest run / all allocatable blocks (free + cached). 0: one run; near 1: scattered.",
+            "bad" if above else "",
+        ),
+        Tile(
+            "F, free alone",
+            rate(fragmentation.strict_rate),
+            f"largest free run {count(fragmentation.largest_free_run)}",
+            "1 - largest run of free blocks / all free blocks; cached blocks count as taken.",
+        ),
+        Tile(
+            "Largest run",
+            f"{count(run)} blocks",
+            f"{count(run * engine.block_tokens)} tokens · {size(run * bytes_each)}",
+            "Longest run of consecutive free or cached blocks.",
+        ),
+        Tile(
+            "Allocatable",
+            f"{count(allocatable)} blocks",
+            f"{share(allocatable, engine.usable_blocks)} · {size(allocatable * bytes_each)}"
+            f" · {count(fragmentation.allocatable_runs)} runs",
+            f"Free + cached blocks. New sequences may not take the last {count(engine.headroom_blocks)} (headroom).",
+        ),
+        Tile(
+            "Tail waste",
+            size(engine.tail_waste_bytes),
+            f"{count(waste)} slots · {share(waste, held_slots)} of held" if waste is not None else "not in the map",
+            "Token slots of used blocks that hold no token: the last block of each sequence is rarely full.",
+        ),
+        Tile(
+            "Exhaustion",
+            f"in {duration(exhaustion)}" if exhaustion is not None else "not in sight",
+            engine.forecast.reason,
+            "When no allocatable block is left if the present trend goes on.",
+            "bad" if exhaustion is not None and exhaustion < 60 else "",
+        ),
+        Tile(
+            "Requests",
+            f"{count(engine.running_requests)} running",
+            f"{count(engine.waiting_requests)} waiting",
+            "As the engine reported with its last step.",
+        ),
+        Tile(
+            "Snapshot age",
+            duration(engine.snapshot_age_seconds),
+            f"heartbeat {duration(engine.heartbeat_age_seconds)} · step {duration(engine.last_step_age_seconds)}",
+            "How old the map on this page is; since the engine's last heartbeat and its last step.",
+            "" if engine.state == "live" else "bad",
+        ),
+    ]
+
+
+def tiles_html(tiles: Sequence[Tile]) -> str:
+    body = "".join(
+        f'<div class="kv-tile" title="{escape(tile.help)}"><div class="kv-label">{escape(tile.label)}</div>'
+        f'<div class="kv-value {escape(tile.tone)}">{escape(tile.value)}</div>'
+        f'<div class="kv-detail" title="{escape(tile.detail)}">{escape(tile.detail)}</div></div>'
+        for tile in tiles
+    )
+    return f'<div class="kv-tiles">{body}</div>'
+
+
+def states_html(engine: EngineSummary, theme: Theme) -> str:
+    """The legend of the map, which is also its account: blocks, share of the pool, tokens and bytes by state."""
+    counts = engine.blocks
+    named = [(name, getattr(counts, name)) for name in ("used", "cached", "free", "pinned", "reserved")]
+    if counts.unknown:
+        named.append(("unknown", counts.unknown))
+    rows = "".join(
+        f'<tr title="{escape(STATE_MEANINGS[name][1])}"><td><i style="background:{theme.states[name]}"></i>{name}'
+        f"<small>{escape(STATE_MEANINGS[name][0])}</small></td>{_amounts(blocks, engine)}</tr>"
+        for name, blocks in named
+    )
+    total = f"<tr class='kv-total'><td>pool</td>{_amounts(engine.total_blocks, engine)}</tr>"
+    head = "<tr><th>state</th><th>blocks</th><th>share</th><th>tokens</th><th>size</th></tr>"
+    return f'<table class="kv-table kv-states">{head}{rows}{total}</table>'
+
+
+def _amounts(blocks: int, engine: EngineSummary) -> str:
+    cells = (
+        count(blocks),
+        share(blocks, engine.total_blocks),
+        count(blocks * engine.block_tokens),
+        size(blocks * engine.block_bytes),
+    )
+    return "".join(f"<td>{cell}</td>" for cell in cells)
+
+
+def runs_html(histogram: Sequence[int]) -> str:
+    """How long the allocatable runs are: one bar for each power of two, as high as its number of runs."""
+    if not any(histogram):
+        return '<p class="kv-note">No allocatable run.</p>'
+    bars = "".join(_bar(2**i, runs, runs / max(histogram)) for i, runs in enumerate(histogram))
+    return f'<div class="kv-runs">{bars}</div>'
+
+
+def _bar(shortest: int, runs: int, height: float) -> str:
+    title = f"{count(runs)} runs of {count(shortest)} to {count(2 * shortest - 1)} blocks"
+    percent = max(round(100 * height), 2) if runs else 0  # a single run among thousands must still be seen
+    label = compact(runs) if runs else ""
+    return f'<div title="{title}"><b>{label}</b><i style="height:{percent}%"></i><span>{compact(shortest)}</span></div>'
+
+
+def holders_html(page: RequestPage, engine_block_bytes: int) -> str:
+    """The sequences that hold most blocks."""
+    if not page.requests:
+        return '<p class="kv-note">No sequence holds a block.</p>'
+    rows = "".join(
+        f'<tr><td title="{escape(request.request_id)}">{escape(shortened(request.request_id, 22))}</td>'
+        f"<td>{count(request.blocks)}</td><td>{count(request.runs)}</td><td>{count(request.tokens)}</td>"
+        f"<td>{size(request.blocks * engine_block_bytes)}</td><td>{duration(request.age_seconds)}</td></tr>"
+        for request in page.requests[:HOLDERS_SHOWN]
+    )
+    head = "<tr><th>request</th><th>blocks</th><th>runs</th><th>tokens</th><th>size</th><th>age</th></tr>"
+    more = page.total - min(len(page.requests), HOLDERS_SHOWN)
+    rest = f'<p class="kv-note">and {count(more)} more</p>' if more > 0 else ""
+    return f'<table class="kv-table">{head}{rows}</table>{rest}'
+
+
+def identity_html(engine: EngineSummary) -> str:
+    """One line that says whose pool this is."""
+    ranks = "" if engine.rank == "dp0.tp0.pp0" else engine.rank
+    parts = [
+        f"{engine.kind} {engine.version}".strip(),
+        engine.model,
+        f"policy {engine.policy}" if engine.policy else "",
+        engine.medium,
+        ranks,
+        f"{count(engine.total_blocks)} blocks × {count(engine.block_tokens)} tokens × {size(engine.block_bytes)}",
+        f"pid {engine.pid}",
+    ]
+    state = escape(engine.state)
+    text = " · ".join(escape(part) for part in parts if part)
+    return f'<div class="kv-identity"><b class="kv-state {state}">{state}</b> {text}</div>'
+
+
+def map_note(blocks_per_cell: int) -> str:
+    if blocks_per_cell == 1:
+        return "one block a cell, in address order"
+    return (
+        f"{count(blocks_per_cell)} blocks a cell, in address order; stripes are the shares of the states, "
+        "at least one for any present"
+    )
+
+
+def heading_html(title: str, note: str = "") -> str:
+    small = f"<small>{escape(note)}</small>" if note else ""
+    return f'<h3 class="kv-heading">{escape(title)}{small}</h3>'

@@ -1,0 +1,68 @@
+"""Numbers in the words of the page: one way to write bytes, durations and rates."""
+
+from __future__ import annotations
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+NOT_KNOWN = "\N{EM DASH}"
+
+
+def count(value: int | None) -> str:
+    """1234567 as 1,234,567."""
+    return NOT_KNOWN if value is None else f"{value:,}"
+
+
+def compact(value: int) -> str:
+    """A count in at most four characters, powers of two exact: 512, 4K, 131K, 2M."""
+    for unit, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+        if value >= factor:
+            return f"{value // factor}{unit}"
+    return str(value)
+
+
+def size(value: int | None) -> str:
+    """Bytes in the largest binary unit that leaves at least 1, three significant digits."""
+    if value is None:
+        return NOT_KNOWN
+    scaled, unit = float(value), 0
+    while scaled >= 1024 and unit < len(_BINARY) - 1:
+        scaled, unit = scaled / 1024, unit + 1
+    if unit == 0:
+        return f"{value} B"
+    return f"{scaled:.{2 if scaled < 10 else 1 if scaled < 100 else 0}f} {_BINARY[unit]}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as an operator says them: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    if seconds is None:
+        return NOT_KNOWN
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def rate(value: float | None) -> str:
+    """A ratio of 0 to 1 with three digits; an undefined one is a dash, not 0."""
+    return NOT_KNOWN if value is None else f"{value:.3f}"
+
+
+def share(part: int, whole: int) -> str:
+    """A share in percent, never a rounded 0 % for something that is there."""
+    if whole == 0:
+        return NOT_KNOWN
+    percent = 100 * part / whole
+    return "<0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
+
+
+def shortened(name: str, longest: int) -> str:
+    """Long ids keep both ends: engines put the telling part at either."""
+    if len(name) <= longest:
+        return name
+    tail = (longest - 1) // 2
+    return f"{name[: longest - 1 - tail]}\N{HORIZONTAL ELLIPSIS}{name[-tail:]}"
