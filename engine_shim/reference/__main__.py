@@ -19,7 +19,7 @@ from engine_shim.policies import POLICIES
 from engine_shim.reference.build import EngineSettings, arrivals, build_engine
 from engine_shim.reference.clock import RealClock, VirtualClock
 from engine_shim.reference.engine import Pace
-from engine_shim.reference.geometry import GEOMETRIES
+from engine_shim.reference.geometry import GEOMETRIES, smallest_filling
 from engine_shim.reference.kv_cache import DTYPES
 from engine_shim.reference.scheduler import Limits
 from engine_shim.tether import end_with_parent
@@ -39,7 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-size", type=int, default=16, help="tokens a block")
     parser.add_argument("--headroom", type=float, default=0.10, help="share that new sequences may not take")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--model-geometry", default="stories260K", choices=GEOMETRIES, help="shape of the KV cache")
+    parser.add_argument(
+        "--model-geometry",
+        default="stories260K",
+        choices=("auto", *GEOMETRIES),
+        help="shape of the KV cache; auto: the smallest with which the pool takes at least --least-kv-mib",
+    )
+    parser.add_argument("--least-kv-mib", type=int, default=512, help="for --model-geometry auto")
     parser.add_argument("--dtype", default="float16", choices=DTYPES, help="of keys and values")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--content", default="pattern", choices=("pattern", "model"), help="what the blocks hold")
@@ -91,6 +97,14 @@ class _StopOnSignal:
 
 
 def _serve(options: argparse.Namespace, stop: _StopOnSignal) -> int:
+    geometry = options.model_geometry
+    if geometry == "auto":
+        geometry = smallest_filling(
+            options.blocks,
+            block_tokens=options.block_size,
+            element_bytes=DTYPES[options.dtype].itemsize,
+            least_bytes=options.least_kv_mib << 20,
+        ).name
     settings = EngineSettings(
         engine_id=options.engine_id,
         policy=options.policy,
@@ -98,7 +112,7 @@ def _serve(options: argparse.Namespace, stop: _StopOnSignal) -> int:
         block_tokens=options.block_size,
         headroom=options.headroom,
         prefix_cache=options.prefix_cache,
-        model_geometry=options.model_geometry,
+        model_geometry=geometry,
         dtype=options.dtype,
         device=options.device,
         content=options.content,
