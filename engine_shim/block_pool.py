@@ -100,7 +100,7 @@ class BlockPool:
 
     def can_allocate(self, count: int, *, new_sequence: bool) -> bool:
         """Whether `allocate` would succeed. Count cached blocks about to be acquired in: they are allocatable too."""
-        return count <= self.num_allocatable - (self.headroom_blocks if new_sequence else 0)
+        return count <= 0 or count <= self.num_allocatable - (self.headroom_blocks if new_sequence else 0)
 
     def allocate(self, count: int, *, owner: int = 0, position: int = 0, new_sequence: bool = False) -> Allocation:
         """Take `count` blocks with one reference each, evicting cached ones where the policy says so.
