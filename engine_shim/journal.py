@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,14 @@ TOUCHES = _table({_E.ALLOCATE: 1, _E.REUSE: 1, _E.SHARE: 1, _E.UNSHARE: 1, _E.FR
     bool
 )
 ENDS_LIFE = _table({_E.FREE: 1, _E.EVICT: 1}).astype(bool)
+SETS_STATE = STATE_AFTER >= 0
+SETS_REFERENCES = REFERENCES_AFTER >= 0
+ADDS_REFERENCES = REFERENCES_ADDED != 0
+SETS_TOKENS = EMPTIES.copy()
+SETS_TOKENS[WROTE] = True
+BEGINS_LIFE = _table({_E.ALLOCATE: 1}).astype(bool)
+EVICTS = _table({_E.EVICT: 1}).astype(bool)
+HITS = _table({_E.REUSE: 1, _E.SHARE: 1}).astype(bool)
 OWNER_BLOCKS = _table({_E.ALLOCATE: 1, _E.REUSE: 1, _E.SHARE: 1, _E.UNSHARE: -1, _E.FREE: -1, _E.CACHE: -1})
 
 _BOUNDS_MS = np.array(HISTOGRAM_BOUNDS_SECONDS) * 1000
@@ -68,42 +77,52 @@ class Batch:
 
     entry_kind: NDArray[np.int64]  # (e,)
     entry_owner: NDArray[np.int64]  # (e,)
+    entry_extra: NDArray[np.int64]  # (e,)
+    entry_time_ns: NDArray[np.int64]  # (e,)
     entry_length: NDArray[np.int64]  # (e,)
     entry: NDArray[np.intp]  # (n,) which entry
     blocks: NDArray[np.int64]  # (n,)
     kind: NDArray[np.int64]  # (n,)
-    owner: NDArray[np.int64]  # (n,)
     position: NDArray[np.int64]  # (n,)
-    extra: NDArray[np.int64]  # (n,)
-    time_ns: NDArray[np.int64]  # (n,)
 
 
 def flatten(entries: Sequence[Entry]) -> Batch:
     """Lay a step's entries out as arrays. Blocks must be ints; a wrong type raises here, before the map is touched."""
     kinds, lists, owners, positions, extras, times = zip(*entries, strict=True)
-    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-    total = int(lengths.sum())
-    blocks = np.fromiter(chain.from_iterable(lists), np.int64, total)
-    meta = np.array((kinds, owners, positions, extras, times), np.int64)
-    entry = np.repeat(np.arange(len(lists)), lengths)
-    flat = meta[:, entry]
-    starts = np.cumsum(lengths) - lengths
-    position = flat[2] + (np.arange(total) - starts[entry])
-    return Batch(meta[0], meta[1], lengths, entry, blocks, flat[0], flat[1], position, flat[3], flat[4])
+    count = len(lists)
+    lengths = np.fromiter(map(len, lists), np.int64, count)
+    blocks = np.fromiter(chain.from_iterable(lists), np.int64, int(lengths.sum()))
+    kind, owner, position, extra, time_ns = np.array(kinds + owners + positions + extras + times, np.int64).reshape(
+        5, count
+    )
+    entry = np.repeat(np.arange(count), lengths)
+    # What a block's position is less its place in the batch is one number for each entry.
+    shift = position - (np.cumsum(lengths) - lengths)
+    return Batch(
+        entry_kind=kind,
+        entry_owner=owner,
+        entry_extra=extra,
+        entry_time_ns=time_ns,
+        entry_length=lengths,
+        entry=entry,
+        blocks=blocks,
+        kind=kind.take(entry),
+        position=shift.take(entry) + np.arange(len(blocks)),
+    )
 
 
-def event_runs(batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.bool_]]:
-    """Cut a batch into runs of neighbouring blocks of one entry: first element, length, whether it goes downwards."""
-    total = len(batch.blocks)
-    step = np.diff(batch.blocks)
-    joined = (np.abs(step) == 1) & (batch.entry[1:] == batch.entry[:-1])
+def event_runs(batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
+    """Cut a batch into runs of neighbouring blocks of one entry: first element, length, 1 where it goes downwards."""
+    blocks, entry = batch.blocks, batch.entry
+    step = blocks[1:] - blocks[:-1]
+    joined = ((step == 1) | (step == -1)) & (entry[1:] == entry[:-1])
     # A run must keep its direction: 5, 6, 5 is two runs.
     joined[1:] &= ~joined[:-1] | (step[1:] == step[:-1])
     starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
-    lengths = np.diff(starts, append=total)
-    downwards = np.zeros(len(starts), bool)
-    long = lengths > 1
-    downwards[long] = step[starts[long]] < 0
+    lengths = np.append(starts[1:], len(blocks)) - starts
+    downwards = np.zeros(len(starts), np.int64)
+    if len(step):
+        downwards[:] = (lengths > 1) & (step.take(starts, mode="clip") < 0)
     return starts, lengths, downwards
 
 
@@ -136,18 +155,17 @@ def order_by_block(blocks: NDArray[np.int64]) -> BlockOrder:
 
 
 def previous(
-    by_block: BlockOrder, setter: NDArray[np.bool_], value: NDArray[np.int64], before: NDArray[np.int64]
+    by_block: BlockOrder, setter: NDArray[np.bool_], value: NDArray[np.int64], before: NDArray[np.integer[Any]]
 ) -> NDArray[np.int64]:
     """For each element, what its block's value was just before: of the last earlier setter, else `before`. All (n,)."""
     order = by_block.order
     total = len(order)
-    last_setter = np.maximum.accumulate(np.where(setter[order], np.arange(total), -1))
+    last_setter = np.maximum.accumulate(np.where(setter.take(order), np.arange(total), -1))
     prior = np.empty(total, np.int64)
     prior[0] = -1
     prior[1:] = last_setter[:-1]
-    known = prior >= by_block.start
     result = np.empty(total, np.int64)
-    result[order] = np.where(known, value[order][prior], before[order])
+    result[order] = np.where(prior >= by_block.start, value.take(order.take(prior, mode="wrap")), before.take(order))
     return result
 
 

@@ -22,6 +22,7 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 MAGIC = b"KVATLAS\x00"
 ENDIAN_MARK = 0x01020304
@@ -199,6 +200,9 @@ EVENT = np.dtype(
     ]
 )
 
+EVENT_WORDS = 4
+"""An event is also four 64-bit words, which is how a writer stores many at once; `event_words` packs them."""
+
 COLUMNS: dict[str, np.dtype[Any]] = {
     "state": np.dtype("u1"),
     "references": np.dtype("<u2"),
@@ -261,3 +265,22 @@ def region_table_offset() -> int:
 def align(offset: int) -> int:
     """Round up to the alignment of regions (a cache line, so that no two regions share one)."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def event_words(
+    time_ns: NDArray[np.int64],
+    block: NDArray[np.int64],
+    count: NDArray[np.int64],
+    owner: NDArray[np.int64],
+    other: NDArray[np.int64],
+    kind: NDArray[np.int64],
+    descending: NDArray[np.int64],
+    position: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Events of EVENT's fields, all (n,), as (n, EVENT_WORDS); nine stores by field would cost three times as much."""
+    words = np.empty((len(time_ns), EVENT_WORDS), np.int64)
+    words[:, 0] = time_ns
+    words[:, 1] = count << 32 | block
+    words[:, 2] = other << 32 | owner
+    words[:, 3] = position << 32 | descending << 8 | kind
+    return words

@@ -26,6 +26,8 @@ _EVENT_COUNTERS = {
     EventKind.EVICT: _COUNTER["blocks_evicted"],
     EventKind.REUSE: _COUNTER["blocks_reused"],
 }
+_UNPIN = int(EventKind.UNPIN)
+_MS_MASK = 0xFFFFFFFF
 _SLOT_MASK = (1 << layout.OWNER_SLOT_BITS) - 1
 
 
@@ -64,6 +66,7 @@ class StepPublisher:
         self._generation = [0] * writer.spec.owner_slots
         self._owner_blocks = np.zeros(writer.spec.owner_slots, np.int64)
         self._created_ns = writer.created_unix_ns
+        self._ring: NDArray[np.int64] = writer.tables["events"].view(np.int64).reshape(-1, layout.EVENT_WORDS)
 
     def take_owner(self) -> int:
         """A fresh owner value, of the lowest free slot so that readers need few rows; NO_OWNER when all are taken."""
@@ -120,27 +123,23 @@ class StepPublisher:
         return tokens
 
     def _work_out(self, batch: Batch) -> dict[str, NDArray[Any]]:
-        """Durations and reference counts, which need to know what was before within the same step."""
-        kind, blocks = batch.kind, batch.blocks
-        now_ms = ((batch.time_ns - self._created_ns) // 1_000_000) & 0xFFFFFFFF
+        """Durations, in ms, which need to know what was before within the same step."""
+        entry_ms = ((batch.entry_time_ns - self._created_ns) // 1_000_000) & _MS_MASK
+        now_ms = entry_ms.take(batch.entry)
         result: dict[str, NDArray[Any]] = {"now_ms": now_ms}
-        ends, evicts = journal.ENDS_LIFE[kind], kind == EventKind.EVICT
-        reuses = (kind == EventKind.REUSE) | (kind == EventKind.SHARE)
-        if not (ends.any() or reuses.any()):
-            return result
-        by_block = journal.order_by_block(blocks)
-        if ends.any():
-            born = journal.previous(
-                by_block, kind == EventKind.ALLOCATE, now_ms, self._born_ms[blocks].astype(np.int64)
-            )
-            result["lifetime"] = (now_ms - born)[ends] & 0xFFFFFFFF
-        if not (evicts.any() or reuses.any()):
-            return result
-        touched = journal.previous(by_block, journal.TOUCHES[kind], now_ms, self._touched_ms[blocks].astype(np.int64))
-        if evicts.any():
-            result["idle_before_evict"] = (now_ms - touched)[evicts] & 0xFFFFFFFF
-        if reuses.any():
-            result["reuse_gap"] = (now_ms - touched)[reuses] & 0xFFFFFFFF
+        by_block = None
+        for name, kinds, since, starts in (
+            ("lifetime", journal.ENDS_LIFE, self._born_ms, journal.BEGINS_LIFE),
+            ("idle_before_evict", journal.EVICTS, self._touched_ms, journal.TOUCHES),
+            ("reuse_gap", journal.HITS, self._touched_ms, journal.TOUCHES),
+        ):
+            entries = kinds.take(batch.entry_kind)
+            if entries.any():
+                by_block = by_block or journal.order_by_block(batch.blocks)
+                setter = starts.take(batch.entry_kind).take(batch.entry)
+                began = journal.previous(by_block, setter, now_ms, since.take(batch.blocks))
+                chosen = entries.take(batch.entry)
+                result[name] = (now_ms[chosen] - began[chosen]) & _MS_MASK
         return result
 
     def _store(self, batch: Batch, updates: dict[str, NDArray[Any]], tokens_written: NDArray[np.int64]) -> None:
@@ -156,27 +155,31 @@ class StepPublisher:
         touched_segments = np.zeros(len(writer.tables["segments"]), bool)
         touched_segments[changed // layout.SEGMENT_BLOCKS] = True
         with writer.segments_open(np.flatnonzero(touched_segments)):
-            after = journal.STATE_AFTER[kind]
-            after[kind == EventKind.UNPIN] = batch.extra[kind == EventKind.UNPIN]
-            sets = after >= 0
-            state[blocks[sets]] = after[sets]
+            if _UNPIN in batch.entry_kind:
+                after = journal.STATE_AFTER.take(kind)
+                unpins = kind == _UNPIN
+                after[unpins] = batch.entry_extra.take(batch.entry)[unpins]
+                state[blocks[after >= 0]] = after[after >= 0]
+            else:
+                sets = _chosen(batch, journal.SETS_STATE)
+                state[blocks[sets]] = journal.STATE_AFTER.take(kind[sets])
             self._store_references(batch)
-            empties = journal.EMPTIES[kind]
             if (tokens := columns.get("tokens")) is not None:
-                _store_tokens(tokens, batch, empties, tokens_written)
-            takes, loses = journal.TAKES_OWNER[kind], journal.LOSES_OWNER[kind]
-            takes_blocks = blocks[takes]
+                _store_tokens(tokens, batch, tokens_written)
+            takes = _chosen(batch, journal.TAKES_OWNER)
             if (owner := columns.get("owner")) is not None:
-                either = takes | loses
-                owner[blocks[either]] = np.where(takes, batch.owner, 0)[either]
+                either = _chosen(batch, journal.TAKES_OWNER | journal.LOSES_OWNER)
+                values = batch.entry_owner * journal.TAKES_OWNER.take(batch.entry_kind)
+                owner[blocks[either]] = values.take(batch.entry[either])
             if (position := columns.get("position")) is not None:
-                position[takes_blocks] = batch.position[takes]
+                position[blocks[takes]] = batch.position[takes]
             if (group := columns.get("group")) is not None:
-                grouped = takes | empties
-                group[blocks[grouped]] = np.where(takes, batch.extra, layout.NO_GROUP)[grouped]
-            touches = journal.TOUCHES[kind]
+                either = _chosen(batch, journal.TAKES_OWNER | journal.EMPTIES)
+                values = np.where(journal.TAKES_OWNER.take(batch.entry_kind), batch.entry_extra, layout.NO_GROUP)
+                group[blocks[either]] = values.take(batch.entry[either])
+            touches = _chosen(batch, journal.TOUCHES)
             self._touched_ms[blocks[touches]] = updates["now_ms"][touches]
-            born = kind == EventKind.ALLOCATE
+            born = _chosen(batch, journal.BEGINS_LIFE)
             self._born_ms[blocks[born]] = updates["now_ms"][born]
         live = writer.live
         _shift_counts(live.state_counts, counts, np.bincount(state[changed], minlength=8)[:8])
@@ -191,43 +194,49 @@ class StepPublisher:
 
     def _store_references(self, batch: Batch) -> None:
         kind, blocks = batch.kind, batch.blocks
-        added = journal.REFERENCES_ADDED[kind]
-        to = journal.REFERENCES_AFTER[kind]
-        sets = to >= 0
-        if not added.any():
-            self._references[blocks[sets]] = to[sets]
+        if not journal.ADDS_REFERENCES.take(batch.entry_kind).any():
+            sets = _chosen(batch, journal.SETS_REFERENCES)
+            self._references[blocks[sets]] = journal.REFERENCES_AFTER.take(kind[sets])
             return
+        # Additions after the last setter of each block count on top of it.
+        to = journal.REFERENCES_AFTER.take(kind)
+        added = journal.REFERENCES_ADDED.take(kind)
         before = self._references[blocks].astype(np.int64)
-        count = journal.running(journal.order_by_block(blocks), sets, to, added, before)
+        count = journal.running(journal.order_by_block(blocks), to >= 0, to, added, before)
         self._references[blocks] = np.clip(count, 0, 0xFFFF)
 
     def _write_events(self, batch: Batch) -> None:
         starts, lengths, downwards = journal.event_runs(batch)
-        kinds = batch.kind[starts]
-        keep = kinds != WROTE
-        starts, lengths, downwards, kinds = starts[keep], lengths[keep], downwards[keep], kinds[keep]
-        total = len(starts)
-        if total == 0:
-            return
-        rows = np.zeros(total, layout.EVENT)
-        rows["time_ns"], rows["block"], rows["count"] = batch.time_ns[starts], batch.blocks[starts], lengths
-        rows["owner"], rows["position"], rows["kind"] = batch.owner[starts], batch.position[starts], kinds
-        rows["descending"], rows["other"] = downwards, batch.extra[starts]
-        self._append_events(rows)
+        kinds = batch.kind.take(starts)
+        if WROTE in batch.entry_kind:
+            keep = kinds != WROTE
+            starts, lengths, downwards, kinds = starts[keep], lengths[keep], downwards[keep], kinds[keep]
+        entry = batch.entry.take(starts)
+        words = layout.event_words(
+            batch.entry_time_ns.take(entry),
+            batch.blocks.take(starts),
+            lengths,
+            batch.entry_owner.take(entry),
+            batch.entry_extra.take(entry),
+            kinds,
+            downwards,
+            batch.position.take(starts),
+        )
+        self._append_events(words)
 
-    def _append_events(self, rows: NDArray[np.void]) -> None:
-        ring, live = self.writer.tables["events"], self.writer.live
-        slots = len(ring)
+    def _append_events(self, words: NDArray[np.int64]) -> None:
+        ring, live = self._ring, self.writer.live
+        slots, total = len(ring), len(words)
         head = int(live.event_head[0])
-        total = len(rows)
         live.event_claim[0] = head + total
         if total > slots:
             live.counters[_COUNTER["events_dropped"]] += total - slots
-        kept = rows[-slots:]
-        at = (head + total - len(kept)) % slots
-        first = min(len(kept), slots - at)
-        ring[at : at + first] = kept[:first]
-        ring[: len(kept) - first] = kept[first:]
+            words = words[-slots:]
+        at = (head + total - len(words)) % slots
+        first = min(len(words), slots - at)
+        ring[at : at + first] = words[:first]
+        if first < len(words):
+            ring[: len(words) - first] = words[first:]
         live.event_head[0] = head + total
 
     def _write_owners(self, step: StepJournal, batch: Batch | None) -> None:
@@ -275,10 +284,12 @@ class StepPublisher:
                     array[source] = layout.NO_GROUP if array is writer.columns.get("group") else 0
                 self._touched_ms[source] = ((now - self._created_ns) // 1_000_000) & 0xFFFFFFFF
             _shift_counts(writer.live.state_counts, counts, np.bincount(state[both], minlength=8)[:8])
-            rows = np.zeros(len(source), layout.EVENT)
-            rows["time_ns"], rows["block"], rows["count"], rows["other"] = now, destination, 1, source
-            rows["kind"] = EventKind.MOVE if live else EventKind.RELOCATE
-            self._append_events(rows)
+            nothing = np.zeros(len(source), np.int64)
+            kind = EventKind.MOVE if live else EventKind.RELOCATE
+            words = layout.event_words(
+                nothing + now, destination, nothing + 1, nothing, source, nothing + kind, nothing, nothing
+            )
+            self._append_events(words)
             moved = "live_move" if live else "relocation"
             counters = writer.live.counters
             counters[_COUNTER["live_moves" if live else "relocation_copies"]] += len(source)
@@ -313,11 +324,15 @@ def _shift_counts(words: NDArray[Any], before: NDArray[np.int64], after: NDArray
     words[:] = words.astype(np.int64) + after - before
 
 
-def _store_tokens(
-    column: NDArray[Any], batch: Batch, empties: NDArray[np.bool_], tokens_written: NDArray[np.int64]
-) -> None:
-    wrote = batch.kind == WROTE
+def _chosen(batch: Batch, kinds: NDArray[np.bool_]) -> slice | NDArray[np.bool_]:
+    """Which elements of a batch are of the kinds marked in `kinds`; where all of them are, without a mask."""
+    chosen = kinds.take(batch.entry_kind)
+    return slice(None) if chosen.all() else chosen.take(batch.entry)
+
+
+def _store_tokens(column: NDArray[Any], batch: Batch, tokens_written: NDArray[np.int64]) -> None:
     values = np.zeros(len(batch.blocks), np.int64)
-    values[wrote] = np.clip(tokens_written, 0, 0xFFFF)
-    sets = wrote | empties
+    if len(tokens_written):
+        values[batch.kind == WROTE] = np.clip(tokens_written, 0, 0xFFFF)
+    sets = _chosen(batch, journal.SETS_TOKENS)
     column[batch.blocks[sets]] = values[sets]

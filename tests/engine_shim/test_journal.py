@@ -62,7 +62,7 @@ def test_event_runs_spell_the_same_blocks_in_the_same_order(lists: list[list[int
     for start, length, down in zip(*journal.event_runs(batch), strict=True):
         first = int(batch.blocks[start])
         spelled += [first + (-i if down else i) for i in range(int(length))]
-        owners += [int(batch.owner[start])] * int(length)
+        owners += [int(batch.entry_owner[batch.entry[start]])] * int(length)
     assert spelled == [block for blocks in lists for block in blocks]
     assert owners == [number for number, blocks in enumerate(lists) for _ in blocks]
 
