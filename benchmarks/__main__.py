@@ -2,7 +2,7 @@
 
     python -m benchmarks [NAME ...] [--out FOLDER]
 
-A benchmark is a script here that takes `--json FILE`; FOLDER/results.json holds all of them with the machine they ran on.
+A benchmark is a script here that takes `--json FILE`. FOLDER/results.json holds all results and what they ran on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def machine() -> dict[str, object]:
 
 
 def main() -> int:
-    """The number of benchmarks that failed, at most 1, as exit status."""
+    """Run what was asked for; the result is the exit status, 1 when a benchmark failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run the benchmarks.")
     parser.add_argument("name", nargs="*", help=f"one of {', '.join(names())}; all by default")
     parser.add_argument("--out", type=Path, default=HERE.parent / "out" / "bench", help="folder for the JSON files")

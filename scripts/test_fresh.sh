@@ -18,7 +18,7 @@ CLONE=/srv/kvatlas # in the fresh root
 # What pip and TLS libraries take from the environment; passed on where set.
 PASSED_ON='PIP_|TORCH_INDEX=|SSL_CERT_|REQUESTS_CA_BUNDLE=|CURL_CA_BUNDLE=|https?_proxy=|HTTPS?_PROXY=|no_proxy=|NO_PROXY='
 APT_SETTINGS='/etc/apt/apt.conf /etc/apt/apt.conf.d /etc/apt/auth.conf.d /etc/apt/keyrings /etc/apt/preferences.d
-    /etc/apt/sources.list /etc/apt/sources.list.d /etc/apt/trusted.gpg /etc/apt/trusted.gpg.d /usr/share/keyrings'
+    /etc/apt/trusted.gpg /etc/apt/trusted.gpg.d /usr/share/keyrings'
 
 # Where apt takes this machine's packages from: "MIRROR SUITE", the first plain suite of its sources.
 apt_source() {
@@ -132,7 +132,10 @@ trap 'exit 130' INT TERM HUP
 rm -rf --one-file-system "$root"
 say "copying the bare root"
 cp -a "$base" "$root"
-rm -f "$root/etc/apt/sources.list" # debootstrap's own; this machine's sources follow
+if [ -z "${FRESH_MIRROR:-}${FRESH_SUITE:-}" ]; then # else debootstrap's own sources.list is the one that fits
+    rm -f "$root/etc/apt/sources.list"
+    copy_into "$root" /etc/apt/sources.list /etc/apt/sources.list.d
+fi
 # shellcheck disable=SC2046,SC2086 # lists of paths
 copy_into "$root" $APT_SETTINGS $(pip_settings) /etc/resolv.conf /etc/hosts /usr/local/share/ca-certificates /etc/ssl/certs/ca-certificates.crt
 [ -z "${HOME:-}" ] || for path in .config/pip/pip.conf .pip/pip.conf; do
