@@ -14,7 +14,7 @@ from dashboard.raster import MAX_STRIPES, indexed_png, stripes
 from dashboard.wording import duration, shortened
 
 MAX_COLUMNS = 64
-OWNER_CHARACTERS = 36
+OWNER_CHARACTERS = 24  # both ends of a long id; whole ones would double what each refresh sends
 _CLEAR = "rgba(0,0,0,0)"
 _STATE_VALUES = ("free", "cached", "used", "pinned", "reserved")  # by BlockState value
 
@@ -205,12 +205,12 @@ def fragmentation_history(rate: History, strict: History, *, threshold: float, t
     figure.update_layout(
         **_base_layout(theme),
         uirevision=f"history {rate.id}",
-        margin={"l": 44, "r": 10, "t": 26, "b": 26},
+        margin={"l": 44, "r": 10, "t": 26, "b": 22},
         hovermode="x unified",
         legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "font": {"size": 11}},
     )
     axis = {"gridcolor": theme.grid, "zeroline": False, "tickfont": {"size": 11, "color": theme.muted}}
-    figure.update_xaxes(**axis, type="date", hoverformat="%H:%M:%S UTC")
+    figure.update_xaxes(**axis, type="date", tickformat="%H:%M:%S", hoverformat="%H:%M:%S UTC")
     figure.update_yaxes(**axis, range=[-0.02, 1.02], tickvals=[0, 0.25, 0.5, 0.75, 1], fixedrange=True)
     return figure
 

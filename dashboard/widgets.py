@@ -8,7 +8,7 @@ from html import escape
 
 from agent.wire import EngineSummary, RequestPage
 from dashboard.palette import STATE_MEANINGS, Theme
-from dashboard.wording import compact, count, duration, rate, share, shortened, size
+from dashboard.wording import count, duration, power_of_two, rate, share, shortened, size
 
 HOLDERS_SHOWN = 8
 
@@ -136,8 +136,9 @@ def runs_html(histogram: Sequence[int]) -> str:
 def _bar(shortest: int, runs: int, height: float) -> str:
     title = f"{count(runs)} runs of {count(shortest)} to {count(2 * shortest - 1)} blocks"
     percent = max(round(100 * height), 2) if runs else 0  # a single run among thousands must still be seen
-    label = compact(runs) if runs else ""
-    return f'<div title="{title}"><b>{label}</b><i style="height:{percent}%"></i><span>{compact(shortest)}</span></div>'
+    label = count(runs) if runs else ""
+    bar = f'<b>{label}</b><i style="height:{percent}%"></i><span>{power_of_two(shortest)}</span>'
+    return f'<div title="{title}">{bar}</div>'
 
 
 def holders_html(page: RequestPage, engine_block_bytes: int) -> str:

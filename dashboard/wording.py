@@ -11,8 +11,8 @@ def count(value: int | None) -> str:
     return NOT_KNOWN if value is None else f"{value:,}"
 
 
-def compact(value: int) -> str:
-    """A count in at most four characters, powers of two exact: 512, 4K, 131K, 2M."""
+def power_of_two(value: int) -> str:
+    """A power of two in at most four characters: 512, 4K, 128K, 2M."""
     for unit, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
         if value >= factor:
             return f"{value // factor}{unit}"

@@ -1,0 +1,52 @@
+"""How the dashboard is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dashboard.launch import split_address, streamlit_command
+
+
+def test_command_keeps_to_itself() -> None:
+    command, environment = streamlit_command("127.0.0.1:8600", "http://127.0.0.1:1", environment={"HOME": "/h"})
+    assert command[1:5] == ["-P", "-m", "streamlit", "run"]
+    assert Path(command[5]).is_file()
+    assert {
+        "--server.address=127.0.0.1",
+        "--server.port=8600",
+        "--server.headless=true",
+        "--server.fileWatcherType=none",
+        "--browser.gatherUsageStats=false",
+    } <= set(command)
+    assert not any("baseUrlPath" in part for part in command)
+    assert environment == {"HOME": "/h", "KVATLAS_AGENT_URL": "http://127.0.0.1:1"}
+
+
+def test_base_path_has_no_slashes_around_it() -> None:
+    command, _ = streamlit_command(base_path="/mem/")
+    assert "--server.baseUrlPath=mem" in command
+
+
+@pytest.mark.parametrize(
+    ("text", "address"), [("127.0.0.1:8501", ("127.0.0.1", 8501)), ("[::1]:80", ("::1", 80)), ("host:1", ("host", 1))]
+)
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert split_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["8501", ":8501", "host:", "host:0", "host:70000", "host:http", ""])
+def test_a_wrong_address_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="give HOST:PORT"):
+        split_address(text)
+
+
+def test_a_wrong_address_ends_the_command_with_2() -> None:
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "dashboard", "--listen", "nowhere"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr == "error: 'nowhere' is not an address: give HOST:PORT, as in 127.0.0.1:8501\n"

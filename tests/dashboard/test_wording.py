@@ -1,0 +1,66 @@
+"""Numbers in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from dashboard import wording
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (15 * 2**20 + 2**19, "15.5 MiB"),
+        (500 * 2**30, "500 GiB"),
+        (None, "—"),
+    ],
+)
+def test_size(value: int | None, expected: str) -> None:
+    assert wording.size(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.04, "0.0 s"),
+        (9.96, "10.0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (3599.7, "1 h 0 min"),
+        (200.0, "3 min 20 s"),
+        (7500.0, "2 h 5 min"),
+        (273_600.0, "3 d 4 h"),
+        (-1.0, "0.0 s"),
+        (None, "—"),
+    ],
+)
+def test_duration(seconds: float | None, expected: str) -> None:
+    assert wording.duration(seconds) == expected
+
+
+def test_undefined_is_not_zero() -> None:
+    assert wording.rate(None) == "—"
+    assert wording.rate(0.0) == "0.000"
+    assert wording.share(3, 0) == "—"
+
+
+def test_a_small_share_is_not_rounded_to_nothing() -> None:
+    assert wording.share(0, 1000) == "0.0 %"
+    assert wording.share(1, 1_000_000) == "<0.1 %"
+    assert wording.share(1, 3) == "33.3 %"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(1, "1"), (999, "999"), (1024, "1K"), (131_072, "128K"), (2**21, "2M"), (2**30, "1G")]
+)
+def test_powers_of_two_are_compact(value: int, expected: str) -> None:
+    assert wording.power_of_two(value) == expected
+
+
+def test_long_ids_keep_both_ends() -> None:
+    assert wording.shortened("short", 10) == "short"
+    assert wording.shortened("cmpl-0123456789abcdef-7", 12) == "cmpl-0…def-7"
+    assert len(wording.shortened("x" * 50, 12)) == 12
