@@ -33,8 +33,11 @@ Json = Annotated[bool, typer.Option("--json", envvar="KVATLAS_JSON", help="Print
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the result is the exit status: 0 fine, 1 failed, 2 wrong usage or settings."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("demo", "--help"):
+        _add_demo()
     try:
-        status = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        status = app(given, standalone_mode=False)
     except SettingsError as error:
         return _complain(str(error), EXIT_USAGE)
     except KvatlasError as error:
@@ -53,6 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _complain(f"{describe()} (kvatlas --help lists what there is)", EXIT_USAGE)
     return status if isinstance(status, int) else 0
+
+
+def _add_demo() -> None:
+    """Its options stand beside its code, which no other command should pay for."""
+    from agent.demo import demo
+
+    if not any(command.callback is demo for command in app.registered_commands):
+        app.command()(demo)
 
 
 @app.command()

@@ -25,17 +25,27 @@ class AgentSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore", frozen=True, allow_inf_nan=False)
 
-    listen: str = Field(DEFAULT_LISTEN, description="address and port to serve on, as HOST:PORT")
-    dir: str = Field("", description="folders to look for maps in, separated by colons; empty: the host's usual ones")
-    interval_seconds: float = Field(1.0, ge=0.05, le=60, description="time between samples")
-    history_seconds: float = Field(3600.0, ge=10, le=86_400, description="how far back the history in memory goes")
-    threshold: float = Field(0.30, ge=0, le=1, description="fragmentation rate above which a pool is called fragmented")
-    stall_seconds: float = Field(3.0, gt=0, le=3600, description="requests run and no step ends: stalled")
-    stale_seconds: float = Field(5.0, gt=0, le=3600, description="no heartbeat: stale")
-    gone_seconds: float = Field(300.0, ge=0, le=86_400, description="how long the last map of an ended engine is shown")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")
-    token: SecretStr | None = Field(None, description="bearer token for requests that change something")
-    token_file: Path | None = Field(None, description="file that holds the token, instead of `token`")
+    listen: str = Field(default=DEFAULT_LISTEN, description="address and port to serve on, as HOST:PORT")
+    dir: str = Field(
+        default="", description="folders to look for maps in, separated by colons; empty: the host's usual ones"
+    )
+    interval_seconds: float = Field(default=1.0, ge=0.05, le=60, description="time between samples")
+    history_seconds: float = Field(
+        default=3600.0, ge=10, le=86_400, description="how far back the history in memory goes"
+    )
+    threshold: float = Field(
+        default=0.30, ge=0, le=1, description="fragmentation rate above which a pool is called fragmented"
+    )
+    stall_seconds: float = Field(default=3.0, gt=0, le=3600, description="requests run and no step ends: stalled")
+    stale_seconds: float = Field(default=5.0, gt=0, le=3600, description="no heartbeat: stale")
+    gone_seconds: float = Field(
+        default=300.0, ge=0, le=86_400, description="how long the last map of an ended engine is shown"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe event to log"
+    )
+    token: SecretStr | None = Field(default=None, description="bearer token for requests that change something")
+    token_file: Path | None = Field(default=None, description="file that holds the token, instead of `token`")
 
     @field_validator("listen")
     @classmethod

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from engine_shim.layout import BlockState
+from engine_shim.runs import find_runs
 
 # Below one state change in so many blocks it pays to look at runs instead of blocks (measured: the two ways cross
 # between 8 and 32).
@@ -104,17 +105,9 @@ def _by_runs(
 def _by_blocks(column: NDArray[np.uint8]) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
     """The same from whole masks, which is quicker where almost every block is a run of its own."""
     counts = [int(np.count_nonzero(column == state)) for state in range(_KNOWN_STATES)]
-    return counts, _mask_runs(column <= BlockState.CACHED), _mask_runs(column == BlockState.FREE)
-
-
-def _mask_runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Lengths of the runs of True."""
-    edges = np.flatnonzero(mask[1:] != mask[:-1]) + 1
-    if mask[0]:
-        edges = np.concatenate(([0], edges))
-    if mask[-1]:
-        edges = np.concatenate((edges, [mask.size]))
-    return edges[1::2] - edges[::2]
+    _, allocatable = find_runs(column <= BlockState.CACHED)
+    _, free = find_runs(column == BlockState.FREE)
+    return counts, allocatable, free
 
 
 def _report(

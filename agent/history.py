@@ -23,6 +23,7 @@ METRICS = (
     "tokens_per_second",
 )
 MAX_POINTS = 3600
+_MAX_INDEX = 2**52  # buckets are counted from the epoch; beyond this a float cannot count them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,16 @@ class MemoryHistory:
             raise ValueError(f"the range must end after it starts, not run from {start_unix} to {end_unix}")
         if not (math.isfinite(step_seconds) and step_seconds > 0):
             raise ValueError(f"the step must be above 0 seconds, not {step_seconds}")
+        if (end_unix - start_unix) / step_seconds > MAX_POINTS:
+            raise ValueError(f"more than {MAX_POINTS} points asked for; raise the step or shorten the range")
+        if max(abs(start_unix), abs(end_unix)) / step_seconds > _MAX_INDEX:
+            raise ValueError(f"a step of {step_seconds} s is too fine for times such as {end_unix}; raise the step")
         first = math.floor(start_unix / step_seconds)
         count = math.ceil(end_unix / step_seconds) - first
-        if count > MAX_POINTS:
-            raise ValueError(f"{count} points asked for and at most {MAX_POINTS} given; raise the step")
         with self._lock:
             times, values = self._rings[pool].column(metric)
+        near = (times >= start_unix - step_seconds) & (times <= end_unix + step_seconds)
+        times, values = times[near], values[near]
         return _bucket(times, values, first, count, step_seconds)
 
     def recent(self, pool: str, metric: str, seconds: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

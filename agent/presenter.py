@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from agent import wire
-from agent.model import NANOSECONDS, PoolSample, ages_seconds
-from engine_shim.layout import BlockState
+from agent.model import NANOSECONDS, PoolSample, ages_seconds, elapsed_ms
+from engine_shim.layout import OWNER_SLOT_BITS, BlockState
 from engine_shim.snapshot import MapSnapshot
 
 UNKNOWN_STATE = 255
+_SLOT_MASK = (1 << OWNER_SLOT_BITS) - 1
 _COUNTED_STATES = len(wire.STATE_NAMES)
 
 
@@ -157,7 +160,7 @@ def request_page(sample: PoolSample, limit: int, now_unix: float) -> wire.Reques
 
 def _owner_name(owner: int, names: dict[int, str]) -> str | None:
     """The request of an owner; one whose row is gone already is named by its number."""
-    return None if owner == 0 else names.get(owner, f"owner {owner & 0xFFFFFF}")
+    return None if owner == 0 else names.get(owner, f"owner {owner & _SLOT_MASK}")
 
 
 def _cut(column: NDArray[np.unsignedinteger] | None, start: int, end: int) -> list[int] | None:
@@ -192,11 +195,10 @@ def _ages_by_cell(snapshot: MapSnapshot, per_cell: int, count: int, now_unix: fl
     """Since the most recent touch in each cell, in whole tenths of a second."""
     if snapshot.touched_ms is None:
         return None
-    ages = ages_seconds(snapshot.touched_ms, snapshot, now_unix)
+    elapsed = elapsed_ms(snapshot.touched_ms, snapshot, now_unix)
     if per_cell > 1:
-        missing = per_cell * count - ages.size
-        ages = np.concatenate((ages, np.full(missing, np.inf))).reshape(count, per_cell).min(axis=1)
-    rounded: list[float] = np.round(ages, 1).tolist()
+        elapsed = _rows(elapsed, per_cell, count, 0xFFFFFFFF).min(axis=1)
+    rounded: list[float] = np.round(elapsed / 1000.0, 1).tolist()
     return rounded
 
 
@@ -239,28 +241,31 @@ def _holdings(snapshot: MapSnapshot) -> dict[int, tuple[int, int, int]] | None:
     """By owner: blocks it is the first holder of and nobody else shares, runs of ids among its blocks, empty slots."""
     if snapshot.owner is None:
         return None
-    owned = np.flatnonzero((snapshot.owner != 0) & (snapshot.states != BlockState.FREE))
-    if owned.size == 0:
-        return {}
-    order = np.argsort(snapshot.owner[owned], kind="stable")
-    blocks = owned[order]
-    owners = snapshot.owner[blocks]
-    starts = np.flatnonzero(np.concatenate(([True], owners[1:] != owners[:-1])))
-    new_run = np.concatenate(([True], (owners[1:] != owners[:-1]) | (blocks[1:] != blocks[:-1] + 1)))
-    exclusive = np.ones(blocks.size, np.int64)
-    if snapshot.references is not None:
-        exclusive = (snapshot.references[blocks] == 1).astype(np.int64)
-    waste = np.zeros(blocks.size, np.int64)
+    entries = [entry.owner for entry in snapshot.owners]
+    row = _owner_rows(snapshot.owner, entries)
+    row[snapshot.states == BlockState.FREE] = 0
+    size = len(entries) + 1
+    starts = np.concatenate(([True], row[1:] != row[:-1]))
+    runs = np.bincount(row[starts], minlength=size)
+    exclusive = np.bincount(row if snapshot.references is None else row[snapshot.references == 1], minlength=size)
+    waste: NDArray[Any] = np.zeros(size)
     if snapshot.tokens is not None:
-        held = np.isin(snapshot.states[blocks], (BlockState.USED, BlockState.PINNED))
-        waste = np.where(
-            held, np.maximum(snapshot.identity.block_tokens - snapshot.tokens[blocks].astype(np.int64), 0), 0
-        )
-    table = zip(
-        owners[starts].tolist(),
-        np.add.reduceat(exclusive, starts).tolist(),
-        np.add.reduceat(new_run.astype(np.int64), starts).tolist(),
-        np.add.reduceat(waste, starts).tolist(),
-        strict=True,
-    )
-    return {owner: (exclusive_blocks, runs, empty) for owner, exclusive_blocks, runs, empty in table}
+        held = (snapshot.states == BlockState.USED) | (snapshot.states == BlockState.PINNED)
+        empty = np.maximum(snapshot.identity.block_tokens - snapshot.tokens.astype(np.int32), 0) * held
+        waste = np.bincount(row, weights=empty, minlength=size)
+    return {
+        owner: (int(exclusive[index]), int(runs[index]), int(waste[index]))
+        for index, owner in enumerate(entries, start=1)
+    }
+
+
+def _owner_rows(column: NDArray[np.uint32], owners: list[int]) -> NDArray[np.int32]:
+    """For each block the position of its owner in `owners`, from 1; 0 for nobody and for owners not listed."""
+    slots = [owner & _SLOT_MASK for owner in owners]
+    beyond = max(slots, default=0) + 1
+    row_of_slot = np.zeros(beyond + 1, np.int32)
+    row_of_slot[slots] = np.arange(1, len(owners) + 1)
+    rows: NDArray[np.int32] = row_of_slot[np.minimum(column & np.uint32(_SLOT_MASK), np.uint32(beyond))]
+    # A slot used anew has another generation; blocks of its former owner are not the new one's.
+    rows[np.asarray([0, *owners], np.uint32)[rows] != column] = 0
+    return rows

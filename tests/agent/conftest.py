@@ -1,0 +1,272 @@
+"""Real writer processes, real agents, and snapshots made by hand for what is pure."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+
+from agent.client import AgentClient
+from engine_shim.layout import COUNTERS, HISTOGRAM_BOUNDS_SECONDS, HISTOGRAMS, NO_GROUP
+from engine_shim.snapshot import EngineIdentity, Histogram, MapFlags, MapSnapshot
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITER = Path(__file__).with_name("writer_process.py")
+CREATED_UNIX = 1_700_000_000
+PATIENCE_SECONDS = 30.0
+
+
+class Engine:
+    """One writer process and the pipe that tells it what to do."""
+
+    def __init__(self, folder: Path, **spec: Any) -> None:
+        settings: dict[str, Any] = {
+            "engine_id": "engine",
+            "kind": "reference",
+            "model": "org/model",
+            "pool": "kv",
+            "total_blocks": 100,
+            "block_tokens": 16,
+            "block_bytes": 4096,
+            "dtype": "float16",
+        }
+        settings.update(spec)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.path = Path(self._tell({"spec": settings, "folder": str(folder)}))
+        self.id = self.path.name.removesuffix(".kvmap")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._tell({"call": name, "args": args, "kwargs": kwargs})
+
+    def _tell(self, command: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def send_signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End at once, as kill -9 does, also where it is stopped; and wait until it is gone."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+class StartEngine(Protocol):
+    def __call__(self, where: Path | None = None, **spec: Any) -> Engine: ...
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the maps of a test are."""
+    path = tmp_path / "maps"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def start_engine(folder: Path) -> Iterator[StartEngine]:
+    """Starts writer processes, in `folder` unless told otherwise, and kills them in the end."""
+    engines: list[Engine] = []
+
+    def start(where: Path | None = None, **spec: Any) -> Engine:
+        engine = Engine(where or folder, **spec)
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.kill()
+
+
+class Agent:
+    """A real agent process, started by the command and ended by SIGTERM."""
+
+    def __init__(self, folder: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "engine_shim.launcher", "agent", "--listen", "127.0.0.1:0", *flags]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVATLAS_")}
+        self.process = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**inherited, "KVATLAS_DIR": str(folder), **(environment or {})},
+        )
+        self.lines: list[dict[str, Any]] = []
+        self.url = str(self.wait_for_event("listening")["address"])
+
+    def wait_for_event(self, event: str) -> dict[str, Any]:
+        """Read the log up to the next line with this event."""
+        assert self.process.stderr is not None
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            ready, _, _ = select.select([self.process.stderr], [], [], 1.0)
+            if not ready:
+                continue
+            line = self.process.stderr.readline()
+            assert line, f"the agent ended with {self.process.wait()}"
+            self.lines.append(json.loads(line))
+            if self.lines[-1]["event"] == event:
+                return self.lines[-1]
+        raise AssertionError(f"no event {event!r} in {self.lines}")
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit status."""
+        self.process.terminate()
+        status = self.process.wait(PATIENCE_SECONDS)
+        if self.process.stderr is not None:
+            self.lines += [json.loads(line) for line in self.process.stderr]
+            self.process.stderr.close()
+        return status
+
+
+class StartAgent(Protocol):
+    def __call__(self, *flags: str, environment: dict[str, str] | None = None) -> Agent: ...
+
+
+@pytest.fixture
+def start_agent(folder: Path) -> Iterator[StartAgent]:
+    """Starts agents that look into `folder`, and ends them."""
+    agents: list[Agent] = []
+
+    def start(*flags: str, environment: dict[str, str] | None = None) -> Agent:
+        agent = Agent(folder, *flags, environment=environment)
+        agents.append(agent)
+        return agent
+
+    yield start
+    for agent in agents:
+        if agent.process.poll() is None:
+            agent.stop()
+
+
+@pytest.fixture
+def client_of() -> Iterator[Callable[[Agent], AgentClient]]:
+    """Clients of agents, closed in the end."""
+    clients: list[AgentClient] = []
+
+    def make(agent: Agent) -> AgentClient:
+        clients.append(AgentClient(agent.url))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., Any]:
+    """Asks until the answer is true, and returns it; fails after a deadline."""
+
+    def wait(question: Callable[[], Any], *, within: float = PATIENCE_SECONDS) -> Any:
+        deadline = time.monotonic() + within
+        while not (answer := question()):
+            assert time.monotonic() < deadline, "it did not come about in time"
+            time.sleep(0.02)
+        return answer
+
+    return wait
+
+
+class MakeSnapshot(Protocol):
+    def __call__(self, states: Sequence[int], **changes: Any) -> MapSnapshot: ...
+
+
+@pytest.fixture
+def make_snapshot() -> MakeSnapshot:
+    """Snapshots with every column, of a healthy engine that published at CREATED_UNIX + 100.
+
+    Fields of the snapshot and of its identity are changed by name; columns may be given as lists.
+    """
+    columns = {
+        "references": np.uint16,
+        "tokens": np.uint16,
+        "owner": np.uint32,
+        "position": np.uint32,
+        "touched_ms": np.uint32,
+        "group": np.uint8,
+    }
+
+    def make(states: Sequence[int], **changes: Any) -> MapSnapshot:
+        column = np.asarray(states, np.uint8)
+        now_ns = (CREATED_UNIX + 100) * 10**9
+        identity = EngineIdentity(
+            engine_id="engine",
+            incarnation=7,
+            kind="reference",
+            version="1.0",
+            runner="",
+            model="org/model",
+            pool="kv",
+            medium="cpu",
+            gpu_uuids=(),
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            tensor_parallel_rank=0,
+            tensor_parallel_size=1,
+            pipeline_parallel_rank=0,
+            pipeline_parallel_size=1,
+            total_blocks=column.size,
+            block_tokens=16,
+            block_bytes=4096,
+            dtype="float16",
+            headroom_blocks=0,
+            policy="vllm",
+            pid=1,
+            pid_start_ticks=1,
+            created_unix_ns=CREATED_UNIX * 10**9,
+        )
+        names = set(EngineIdentity.__slots__)
+        identity = replace(identity, **{name: value for name, value in changes.items() if name in names})
+        snapshot = MapSnapshot(
+            path="engine.dp0.tp0.pp0.kv.kvmap",
+            identity=identity,
+            flags=MapFlags(),
+            sequence=2,
+            published_unix_ns=now_ns,
+            heartbeat_unix_ns=now_ns,
+            last_step_unix_ns=now_ns,
+            running_requests=0,
+            waiting_requests=0,
+            state_counts=tuple(int(np.count_nonzero(column == state)) for state in range(8)),
+            counters=dict.fromkeys(COUNTERS, 0),
+            states=column,
+            references=np.zeros(column.size, np.uint16),
+            tokens=np.zeros(column.size, np.uint16),
+            owner=np.zeros(column.size, np.uint32),
+            position=np.zeros(column.size, np.uint32),
+            touched_ms=np.zeros(column.size, np.uint32),
+            group=np.full(column.size, NO_GROUP, np.uint8),
+            groups=(),
+            owners=(),
+            histograms={
+                name: Histogram(HISTOGRAM_BOUNDS_SECONDS, (0,) * (len(HISTOGRAM_BOUNDS_SECONDS) + 1), 0.0)
+                for name in HISTOGRAMS
+            },
+            event_head=0,
+        )
+        rest = {name: value for name, value in changes.items() if name not in names}
+        for name, dtype in columns.items():
+            if rest.get(name) is not None:
+                rest[name] = np.asarray(rest[name], dtype)
+        return replace(snapshot, **rest)
+
+    return make

@@ -1,0 +1,231 @@
+"""Our own exposition, parsed: complete, without duplicates, and without what is gone."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+
+from agent.exporter import LABELS, MAX_TEXT_AGE_SECONDS, Exporter, render_text
+from agent.forecast import ExhaustionForecast
+from agent.fragmentation import analyze
+from agent.model import EMPTY_VIEW, AgentView, Clock, PoolSample, Waste
+from engine_shim.layout import COUNTERS
+from engine_shim.snapshot import Histogram, MapFlags, MapSnapshot
+
+NOW = 1_700_000_101.0
+CLOCK = Clock(wall=lambda: NOW)
+Make = Callable[..., MapSnapshot]
+
+# The design's list. What belongs to later work stands apart, so that a metric that is lost is noticed.
+REQUIRED = {
+    "pool_blocks": {"state"},
+    "pool_block_bytes": set(),
+    "pool_fragmentation_ratio": {"set"},
+    "pool_largest_run_blocks": {"set"},
+    "pool_runs": {"set"},
+    "pool_unusable_ratio": {"order"},
+    "pool_tail_waste_bytes": set(),
+    "pool_headroom_blocks": set(),
+    "pool_exhaustion_seconds": set(),
+    "pool_accounting_residual_blocks": set(),
+    "pool_oldest_pinned_seconds": set(),
+    "engine_up": set(),
+    "engine_stalled": set(),
+    "engine_heartbeat_age_seconds": set(),
+    "engine_info": {"kind", "version", "policy", "medium", "dtype"},
+    **{name: set() for name in COUNTERS if name != "shim_cpu_ns"},
+    "block_lifetime_seconds": set(),
+    "block_idle_before_evict_seconds": set(),
+    "block_reuse_gap_seconds": set(),
+    "relocation_copies": set(),
+    "snapshot_age_seconds": set(),
+    "snapshots_torn": set(),
+    "sample_seconds": set(),
+    "shim_cpu_seconds": set(),
+}
+STILL_MISSING = {
+    "compactions",
+    "compaction_moved_blocks",
+    "compaction_seconds",
+    "compaction_decisions",
+    "gpu_memory_bytes",
+    "host_memory_bytes",
+    "torch_allocator_bytes",
+    "torch_allocator_fragmentation_ratio",
+    "alerts",
+    "notifications",
+}
+
+
+def sample_of(snapshot: MapSnapshot, **changes: Any) -> PoolSample:
+    sample = PoolSample(
+        id=f"{snapshot.identity.engine_id}.dp0.tp0.pp0.{snapshot.identity.pool}",
+        state="live",
+        reason="",
+        snapshot=snapshot,
+        report=analyze(snapshot.states),
+        fragmentation_known=not snapshot.flags.sleeping,
+        waste=Waste(10, 2560, 64),
+        oldest_pinned_seconds=4.5,
+        forecast=ExhaustionForecast(12.0, "falls"),
+        tokens_per_second=1.0,
+        torn_reads=3,
+        read_seconds=0.001,
+    )
+    return replace(sample, **changes)
+
+
+def view_of(*samples: PoolSample, generation: int = 1) -> AgentView:
+    return AgentView(generation, NOW, MappingProxyType({s.id: s for s in samples}), (), (), 0.002)
+
+
+def scrape(view: AgentView) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Series by name and labels; fails on duplicates."""
+    series: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(Exporter(lambda: view, clock=CLOCK).render().decode()):
+        for one in family.samples:
+            labels = tuple(sorted(one.labels.items()))
+            assert labels not in series.setdefault(one.name, {}), f"duplicate {one.name} {labels}"
+            series[one.name][labels] = one.value
+    return series
+
+
+@pytest.fixture
+def snapshot(make_snapshot: Make) -> MapSnapshot:
+    histograms = {
+        name: Histogram((0.5, 2.0), (1, 2, 3), 9.5) for name in ("lifetime", "idle_before_evict", "reuse_gap")
+    }
+    counters = {name: index + 1 for index, name in enumerate(COUNTERS)}
+    return make_snapshot([4, 0, 1, 2, 0, 3, 9], histograms=histograms, counters=counters)
+
+
+def test_every_metric_of_the_list_is_there(snapshot: MapSnapshot) -> None:
+    text = Exporter(lambda: view_of(sample_of(snapshot)), clock=CLOCK).render().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    missing = {name for name in REQUIRED if f"kvatlas_{name}" not in families}
+    assert missing == set()
+    there_already = {name for name in STILL_MISSING if f"kvatlas_{name}" in families}
+    assert there_already == set(), "move these from STILL_MISSING to REQUIRED"
+    for name, own in REQUIRED.items():
+        for one in families[f"kvatlas_{name}"].samples:
+            expected = set() if name == "sample_seconds" else own | set(LABELS)
+            assert set(one.labels) - {"le"} == expected, name
+    assert not {"request", "block", "pid", "engine"} & {
+        label for family in families.values() for one in family.samples for label in one.labels
+    }
+
+
+def test_values(snapshot: MapSnapshot) -> None:
+    series = scrape(view_of(sample_of(snapshot)))
+    base = {"engine_id": "engine", "model": "org/model", "pool": "kv", "rank": "dp0.tp0.pp0"}
+
+    def value(name: str, **labels: str) -> float:
+        return series[f"kvatlas_{name}"][tuple(sorted({**base, **labels}.items()))]
+
+    states = ("free", "cached", "used", "pinned", "reserved", "unknown")
+    assert [value("pool_blocks", state=state) for state in states] == [2, 1, 1, 1, 1, 1]
+    assert value("pool_fragmentation_ratio", set="allocatable") == pytest.approx(1 / 3)
+    assert value("pool_fragmentation_ratio", set="free") == 0.5
+    assert value("pool_unusable_ratio", order="1") == pytest.approx(1 / 3)
+    assert value("tokens_written_total") == 1
+    assert value("shim_cpu_seconds_total") == pytest.approx(len(COUNTERS) / 1e9)
+    assert value("snapshots_torn_total") == 3
+    assert value("snapshot_age_seconds") == pytest.approx(1.0)
+    assert [value("block_lifetime_seconds_bucket", le=le) for le in ("0.5", "2.0", "+Inf")] == [1, 3, 6]
+    assert value("block_lifetime_seconds_count") == 6
+    assert value("block_lifetime_seconds_sum") == 9.5
+
+
+def test_what_is_gone_is_absent(snapshot: MapSnapshot, make_snapshot: Make) -> None:
+    """An engine that restarted under another name leaves no series behind."""
+    old, new = sample_of(snapshot, state="gone"), sample_of(make_snapshot([0], engine_id="new"))
+    for series in scrape(view_of(old, new)).values():
+        assert not any(("engine_id", "engine") in labels for labels in series)
+    assert "kvatlas_engine_up" in scrape(view_of(new))
+    assert set(scrape(EMPTY_VIEW)) == {"kvatlas_sample_seconds"}
+
+
+def test_undefined_is_absent(make_snapshot: Make) -> None:
+    full = sample_of(
+        make_snapshot([2, 2]), waste=None, oldest_pinned_seconds=None, forecast=ExhaustionForecast(None, "no trend")
+    )
+    series = scrape(view_of(full))
+    for name in ("fragmentation_ratio", "unusable_ratio", "tail_waste_bytes", "oldest_pinned_seconds"):
+        assert f"kvatlas_pool_{name}" not in series
+    assert "kvatlas_pool_exhaustion_seconds" not in series
+    assert "kvatlas_pool_blocks" in series
+
+
+@pytest.mark.parametrize(
+    ("state", "up", "stalled", "pool"),
+    [("live", 1, 0, True), ("stalled", 1, 1, True), ("stale", 0, 0, True), ("unreadable", 0, 0, False)],
+)
+def test_states_of_an_engine(state: str, up: int, stalled: int, pool: bool, snapshot: MapSnapshot) -> None:
+    series = scrape(view_of(sample_of(snapshot, state=state)))
+    assert list(series["kvatlas_engine_up"].values()) == [up]
+    assert list(series["kvatlas_engine_stalled"].values()) == [stalled]
+    assert ("kvatlas_pool_blocks" in series) is pool
+
+
+def test_a_sleeping_engine_is_up_and_has_no_pool(make_snapshot: Make) -> None:
+    asleep = sample_of(make_snapshot([0, 2], flags=MapFlags(sleeping=True)), state="sleeping")
+    series = scrape(view_of(asleep))
+    assert list(series["kvatlas_engine_up"].values()) == [1]
+    assert "kvatlas_pool_fragmentation_ratio" not in series
+
+
+def test_two_maps_that_call_themselves_the_same(snapshot: MapSnapshot) -> None:
+    one = sample_of(snapshot)
+    scrape(view_of(one, replace(one, id="a copy under another name")))
+
+
+def test_equals_the_library_s_own_rendering(snapshot: MapSnapshot) -> None:
+    awkward = replace(snapshot.identity, model='quo"te\\back\nline', version="ü")
+    exporter = Exporter(lambda: view_of(sample_of(replace(snapshot, identity=awkward))), clock=CLOCK)
+    ours = list(text_string_to_metric_families(exporter.render().decode()))
+    theirs = list(text_string_to_metric_families(generate_latest(exporter.registry).decode()))
+    assert ours == theirs
+    odd = [
+        GaugeMetricFamily("a", "help with \\ and \n in it", value=float("inf")),
+        CounterMetricFamily("b", "", value=1e300, labels=None),
+    ]
+    assert next(iter(text_string_to_metric_families(render_text(odd).decode()))).documentation == odd[0].documentation
+
+
+def test_two_exporters_in_one_process(snapshot: MapSnapshot) -> None:
+    view = view_of(sample_of(snapshot))
+    assert Exporter(lambda: view, clock=CLOCK).render() == Exporter(lambda: view, clock=CLOCK).render()
+
+
+def test_the_text_is_rendered_anew_with_each_sample_and_each_second(snapshot: MapSnapshot) -> None:
+    state = {"generation": 1, "monotonic": 0.0, "wall": NOW}
+    clock = Clock(wall=lambda: state["wall"], monotonic=lambda: state["monotonic"])
+    exporter = Exporter(lambda: view_of(sample_of(snapshot), generation=int(state["generation"])), clock=clock)
+    first = exporter.render()
+    state["wall"] += 0.5
+    assert exporter.render() is first
+    state["generation"] = 2
+    second = exporter.render()
+    assert second != first
+    # A sampler that hangs publishes nothing new, yet ages must grow.
+    state["wall"] += 60
+    state["monotonic"] += MAX_TEXT_AGE_SECONDS + 0.1
+    assert exporter.render() != second
+
+
+def test_promtool_finds_nothing(snapshot: MapSnapshot, promtool: Path) -> None:
+    text = Exporter(lambda: view_of(sample_of(snapshot)), clock=CLOCK).render()
+    found = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (found.returncode, found.stdout + found.stderr) == (0, b"")
+    # A control: the tool does complain about a counter without _total.
+    wrong = b"# HELP a_count x\n# TYPE a_count counter\na_count 1\n"
+    assert subprocess.run([promtool, "check", "metrics"], input=wrong, capture_output=True, check=False).returncode != 0

@@ -1,0 +1,344 @@
+"""The sampler beside real writers: every state an engine can be in, and every way a map can be bad."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent.follower import MapSource
+from agent.history import MemoryHistory
+from agent.judgement import Limits
+from agent.model import AgentView, Clock
+from agent.sampler import Sampler, SamplerSettings
+from engine_shim.layout import HEADER, REGION
+from engine_shim.map_reader import MapReader
+
+Start = Callable[..., Any]
+MakeSampler = Callable[..., Sampler]
+
+
+@pytest.fixture
+def make_sampler(folder: Path) -> Iterator[MakeSampler]:
+    made: list[Sampler] = []
+
+    def make(
+        *folders: Path,
+        open_map: Callable[[Path], MapSource] = MapReader,
+        settings: SamplerSettings | None = None,
+        clock: Clock | None = None,
+    ) -> Sampler:
+        sampler = Sampler(
+            lambda: folders or (folder,), open_map, MemoryHistory(), settings=settings or SamplerSettings(), clock=clock
+        )
+        made.append(sampler)
+        return sampler
+
+    yield make
+    for sampler in made:
+        sampler.close()
+
+
+def fill(engine: Any) -> None:
+    """Ten blocks: one reserved, four used by one request, two cached, one pinned."""
+    engine.reserved([0])
+    owner = engine.open_owner("request-1")
+    engine.allocated([1, 2, 3, 4, 5, 6, 7], owner)
+    engine.wrote([1, 2, 3, 4], [16, 16, 16, 5], 53)
+    engine.cached([5, 6])
+    engine.pinned([7])
+    engine.step_ended(1, 2)
+
+
+def test_a_live_engine(start_engine: Start, make_sampler: MakeSampler) -> None:
+    engine = start_engine(total_blocks=10, headroom_blocks=1, policy="vllm")
+    fill(engine)
+    sample = make_sampler().tick().samples[engine.id]
+    assert (sample.state, sample.reason) == ("live", "")
+    report = sample.report
+    assert (report.free_blocks, report.cached_blocks, report.used_blocks, report.pinned_blocks) == (2, 2, 4, 1)
+    assert report.largest_allocatable_run == 2
+    assert report.fragmentation_rate == 0.5
+    assert sample.waste is not None
+    assert sample.waste.tokens == 11 + 16  # the pinned block holds no tokens yet
+    assert sample.residual_blocks == 0
+    assert sample.oldest_pinned_seconds is not None
+    assert (sample.snapshot.running_requests, sample.snapshot.waiting_requests) == (1, 2)
+
+
+def test_an_engine_that_was_killed_is_gone_and_then_out_of_view(start_engine: Start, make_sampler: MakeSampler) -> None:
+    offset = [0.0]
+    clock = Clock(wall=lambda: Clock().wall() + offset[0])
+    sampler = make_sampler(clock=clock, settings=SamplerSettings(gone_seconds=60))
+    engine = start_engine()
+    fill(engine)
+    assert sampler.tick().samples[engine.id].state == "live"
+    engine.kill()
+    gone = sampler.tick().samples[engine.id]
+    assert (gone.state, gone.report.used_blocks) == ("gone", 4)
+    assert "without closing" in gone.reason
+    offset[0] = 61
+    assert engine.id not in sampler.tick().samples
+    assert engine.id not in sampler.tick().samples
+    assert engine.path.exists()  # the agent deletes nothing
+
+
+def test_an_engine_that_ended_in_good_order_is_gone(start_engine: Start, make_sampler: MakeSampler) -> None:
+    sampler = make_sampler()
+    engine = start_engine()
+    sampler.tick()
+    engine.close()
+    gone = sampler.tick().samples[engine.id]
+    assert (gone.state, gone.reason) == ("gone", "the engine ended in good order")
+    assert not engine.path.exists()
+
+
+def test_a_writer_that_starts_again_with_another_size(start_engine: Start, make_sampler: MakeSampler) -> None:
+    sampler = make_sampler()
+    first = start_engine(total_blocks=100)
+    before = sampler.tick().samples[first.id]
+    first.kill()
+    second = start_engine(total_blocks=5000)
+    after = sampler.tick().samples[first.id]
+    assert second.path == first.path
+    assert (before.report.total_blocks, after.report.total_blocks) == (100, 5000)
+    assert after.identity.incarnation != before.identity.incarnation
+    assert after.state == "live"
+    assert after.tokens_per_second is None
+
+
+def test_two_agents_on_one_map(start_engine: Start, make_sampler: MakeSampler) -> None:
+    one, other = make_sampler(), make_sampler()
+    engine = start_engine()
+    fill(engine)
+    assert one.tick().samples[engine.id].report == other.tick().samples[engine.id].report
+    one.close()
+    assert other.tick().samples[engine.id].state == "live"
+    assert engine.path.exists()
+
+
+def test_a_stopped_engine_with_requests_is_stalled_within_five_seconds(
+    start_engine: Start, make_sampler: MakeSampler, wait_until: Callable[..., Any]
+) -> None:
+    sampler = make_sampler(settings=SamplerSettings(interval_seconds=0.5))
+    engine, idle = start_engine(), start_engine(engine_id="idle")
+    fill(engine)
+    idle.step_ended(0, 0)
+    thread = threading.Thread(target=sampler.run)
+    thread.start()
+    try:
+        wait_until(lambda: sampler.view.samples[engine.id].state == "live" if sampler.view.samples else False)
+        engine.send_signal(signal.SIGSTOP)
+        wait_until(lambda: sampler.view.samples[engine.id].state == "stalled", within=5.0)
+        assert "no step has ended" in sampler.view.samples[engine.id].reason
+        assert sampler.view.samples[idle.id].state == "live"  # an idle engine is not stalled
+        engine.send_signal(signal.SIGCONT)
+        engine.step_ended(1, 0)
+        wait_until(lambda: sampler.view.samples[engine.id].state == "live")
+    finally:
+        sampler.stop()
+        thread.join()
+
+
+def test_a_stopped_idle_engine_is_stale(
+    start_engine: Start, make_sampler: MakeSampler, wait_until: Callable[..., Any]
+) -> None:
+    sampler = make_sampler(settings=SamplerSettings(limits=Limits(stale_seconds=2)))
+    engine = start_engine()
+    engine.step_ended(0, 0)
+    assert sampler.tick().samples[engine.id].state == "live"
+    engine.send_signal(signal.SIGSTOP)
+    wait_until(lambda: sampler.tick().samples[engine.id].state == "stale")
+
+
+def test_a_sleeping_engine_has_no_fragmentation(start_engine: Start, make_sampler: MakeSampler) -> None:
+    sampler = make_sampler()
+    engine = start_engine(total_blocks=10)
+    fill(engine)
+    engine.set_flag(sleeping=True)
+    sample = sampler.tick().samples[engine.id]
+    assert (sample.state, sample.fragmentation_known) == ("sleeping", False)
+    engine.set_flag(sleeping=False)
+    awake = sampler.tick().samples[engine.id]
+    assert (awake.state, awake.fragmentation_known) == ("live", True)
+
+
+def test_an_observer_that_failed_marks_the_map_degraded(start_engine: Start, make_sampler: MakeSampler) -> None:
+    engine = start_engine(total_blocks=10)
+    fill(engine)
+    engine.allocated([10_000])  # a block that the pool does not have
+    engine.step_ended(1, 0)
+    assert make_sampler().tick().samples[engine.id].snapshot.flags.degraded
+
+
+@pytest.mark.parametrize("states", ["one block", "nothing free", "all pinned"])
+def test_small_and_full_pools(states: str, start_engine: Start, make_sampler: MakeSampler) -> None:
+    engine = start_engine(total_blocks=1 if states == "one block" else 8)
+    blocks = list(range(8)) if states != "one block" else [0]
+    if states != "one block":
+        engine.allocated(blocks)
+    if states == "all pinned":
+        engine.pinned(blocks)
+    engine.step_ended(1, 0)
+    sample = make_sampler().tick().samples[engine.id]
+    rate = sample.report.fragmentation_rate
+    assert rate == (0.0 if states == "one block" else None)
+    assert sample.state == "live"
+
+
+def patch_header(path: Path, **fields: Any) -> None:
+    header = np.frombuffer(path.read_bytes()[: HEADER.itemsize], HEADER).copy()
+    for name, value in fields.items():
+        header[0][name] = value
+    with path.open("r+b") as file:
+        file.write(header.tobytes())
+
+
+def patch_region(path: Path, name: bytes, **fields: Any) -> None:
+    header = np.frombuffer(path.read_bytes()[: HEADER.itemsize], HEADER)[0]
+    with path.open("r+b") as file:
+        file.seek(int(header["region_offset"]))
+        table = np.frombuffer(file.read(int(header["region_count"]) * REGION.itemsize), REGION).copy()
+        for field, value in fields.items():
+            table[field][table["name"] == name] = value
+        file.seek(int(header["region_offset"]))
+        file.write(table.tobytes())
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        pytest.param(lambda path: patch_header(path, magic=b"NOTAMAP\0"), "wrong magic", id="wrong magic"),
+        pytest.param(lambda path: patch_header(path, major=2), "map version 2.0", id="another version"),
+        pytest.param(lambda path: patch_header(path, incompat=1 << 40), "does not know", id="unknown incompat bit"),
+        pytest.param(
+            lambda path: patch_region(path, b"tokens", offset=1 << 40), "outside the file", id="column outside the file"
+        ),
+        pytest.param(lambda path: os.truncate(path, 100), "cut short", id="cut within the header"),
+        pytest.param(lambda path: os.truncate(path, path.stat().st_size - 1), "cut short", id="cut at the end"),
+    ],
+)
+def test_a_bad_map_is_named_and_the_others_go_on(
+    damage: Callable[[Path], None], reason: str, start_engine: Start, make_sampler: MakeSampler
+) -> None:
+    bad, good = start_engine(engine_id="bad"), start_engine(engine_id="good")
+    damage(bad.path)
+    before = bad.path.read_bytes()
+    sampler = make_sampler()
+    for _ in range(3):
+        view = sampler.tick()
+        assert list(view.samples) == [good.id]
+        assert len(view.unreadable) == 1
+        assert view.unreadable[0].startswith(f"{bad.path}: ")
+        assert reason in view.unreadable[0]
+    assert bad.path.read_bytes() == before
+
+
+def test_a_map_cut_short_while_it_is_read(start_engine: Start, make_sampler: MakeSampler) -> None:
+    sampler = make_sampler()
+    bad, good = start_engine(engine_id="bad"), start_engine(engine_id="good")
+    fill(bad)
+    assert sampler.tick().samples[bad.id].state == "live"
+    bad.send_signal(signal.SIGSTOP)  # else the writer itself would touch the missing pages
+    os.truncate(bad.path, 8192)
+    view = sampler.tick()
+    assert view.samples[bad.id].state == "unreadable"
+    assert "cut short" in view.samples[bad.id].reason
+    assert view.samples[bad.id].report.used_blocks == 4  # the last whole snapshot
+    assert view.samples[good.id].state == "live"
+    bad.path.unlink()
+    assert bad.id not in sampler.tick().samples
+
+
+def test_a_fault_of_ours_with_one_map_costs_no_other_its_sample(start_engine: Start, make_sampler: MakeSampler) -> None:
+    bad, good = start_engine(engine_id="bad"), start_engine(engine_id="good")
+
+    def open_map(path: Path) -> MapSource:
+        if path == bad.path:
+            raise ZeroDivisionError("a bug")
+        return MapReader(path)
+
+    view = make_sampler(open_map=open_map).tick()
+    assert list(view.samples) == [good.id]
+    assert view.unreadable == (f"{bad.path}: a bug",)
+
+
+def test_the_same_name_in_two_folders(
+    tmp_path: Path, folder: Path, start_engine: Start, make_sampler: MakeSampler
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    first, second = start_engine(folder), start_engine(other, total_blocks=7)
+    sampler = make_sampler(folder, other)
+    view = sampler.tick()
+    assert view.samples[first.id].snapshot.path == str(first.path)
+    assert view.unreadable == (f"{second.path}: left out, {first.path} has the same name",)
+    first.kill()
+    sampler.tick()
+    assert sampler.tick().samples[second.id].report.total_blocks == 7
+    second.kill()
+    for _ in range(3):  # two dead maps of one name must not take turns
+        assert sampler.tick().samples[second.id].report.total_blocks == 7
+
+
+def test_tokens_per_second_and_forecast(start_engine: Start, make_sampler: MakeSampler) -> None:
+    offset = [0.0]
+    clock = Clock(wall=lambda: Clock().wall() + offset[0])
+    patient = Limits(stall_seconds=900, stale_seconds=900, publish_seconds=900)
+    sampler = make_sampler(clock=clock, settings=SamplerSettings(limits=patient))
+    engine = start_engine(total_blocks=1000)
+    for step in range(15):
+        engine.allocated([step * 10 + block for block in range(10)])
+        engine.wrote([step * 10], [16], 160)
+        engine.step_ended(1, 0)
+        sampler.tick()
+        offset[0] += 2.0
+    sample = sampler.view.samples[engine.id]
+    assert sample.tokens_per_second == pytest.approx(80, rel=0.05)
+    assert sample.forecast.seconds == pytest.approx(850 / 5, rel=0.05)
+
+
+def test_events_are_logged_once(
+    start_engine: Start, make_sampler: MakeSampler, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "foreign.kvmap").write_bytes(b"something else")
+    engine = start_engine()
+    sampler = make_sampler()
+    with caplog.at_level(logging.INFO, "kvatlas.sampler"):
+        for _ in range(5):
+            sampler.tick()
+        engine.kill()
+        for _ in range(5):
+            sampler.tick()
+    events = [(record.getMessage(), getattr(record, "fields", {}).get("value")) for record in caplog.records]
+    assert [value for event, value in events if event == "engine"] == ["live", "gone"]
+    assert len([event for event, _ in events if event == "unreadable"]) == 1
+
+
+def test_a_tick_that_fails_does_not_end_the_thread(
+    folder: Path, caplog: pytest.LogCaptureFixture, wait_until: Callable[..., Any]
+) -> None:
+    calls: list[int] = []
+
+    def folders() -> list[Path]:
+        calls.append(1)
+        if len(calls) < 3:
+            raise RuntimeError("no folders today")
+        return [folder]
+
+    sampler = Sampler(folders, MapReader, MemoryHistory(), settings=SamplerSettings(interval_seconds=0.01))
+    thread = threading.Thread(target=sampler.run)
+    with caplog.at_level(logging.INFO, "kvatlas.sampler"):
+        thread.start()
+        view: AgentView = wait_until(lambda: sampler.view if sampler.view.generation else None)
+        sampler.stop()
+        thread.join()
+    assert view.folders == (str(folder),)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
