@@ -121,6 +121,8 @@ if [ "$PROFILE" = test ]; then
     if [ -z "$(find_chromium)" ]; then
         install_packages chromium fonts-dejavu-core libatomic1 ||
             say "warning: without Chromium the browser tests cannot run, and 'make test' will say so and fail"
+    elif have dpkg-query; then
+        install_packages libatomic1 || say "warning: without libatomic1 Playwright may not start" # its Node.js needs it
     fi
     "$ROOT/scripts/prometheus_tools.sh" >/dev/null ||
         say "warning: without promtool the tests of /metrics will fail"
