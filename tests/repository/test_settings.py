@@ -12,6 +12,7 @@ import typer.main
 
 from agent.cli import app
 from agent.config import AgentSettings, variable
+from agent.demo import demo
 
 ROW = re.compile(r"^\| `(KVATLAS_\w+)` \|(.*?)\|(.*?)\|(.*)\|$", re.MULTILINE)
 NAME = re.compile(r"KVATLAS_[A-Z][A-Z_]*[A-Z]")
@@ -68,8 +69,10 @@ def test_documented_defaults_of_the_agent_are_right(documented: dict[str, Row]) 
 
 
 def test_documented_flags_and_defaults_of_the_commands_are_right(documented: dict[str, Row]) -> None:
+    of_demo = typer.Typer()  # the command line adds this command only when it is asked for
+    of_demo.command()(demo)
     seen = set()
-    for option in options(typer.main.get_command(app)):
+    for option in (*options(typer.main.get_command(app)), *options(typer.main.get_command(of_demo))):
         seen.add(option.envvar)
         row = documented[option.envvar]
         for flag in (*option.opts, *option.secondary_opts):
@@ -80,4 +83,4 @@ def test_documented_flags_and_defaults_of_the_commands_are_right(documented: dic
         else:
             expected = "" if default is None or default == () else str(default)
         assert row.default == expected, option.envvar
-    assert {"KVATLAS_BLOCKS", "KVATLAS_AGENT_URL", "KVATLAS_CONFIG"} <= seen
+    assert {"KVATLAS_BLOCKS", "KVATLAS_AGENT_URL", "KVATLAS_DEMO_SPEED"} <= seen
