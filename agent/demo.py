@@ -26,6 +26,7 @@ START_SECONDS = 120.0  # two torch imports on a slow disk
 SAMPLE_SECONDS = 1.0
 POLL_SECONDS = 0.2
 LEAST_KV_MIB = 512
+VERIFY_EVERY = 120  # steps between two checks of what the blocks hold
 TRANSFER_EVERY = 4
 TRANSFER_BYTES_PER_SECOND = 25_000_000  # a slow link, so that blocks in transfer can be seen
 
@@ -62,7 +63,9 @@ def demo(
     workload = load_workload(trace)
     pool_blocks = blocks or suggest_blocks(workload)
     # A pool that was made small on purpose stays small; else the model is one that fills the memory promised.
-    geometry = ["--model-geometry", "stories260K"] if blocks else ["--model-geometry", "auto"]
+    geometry = "stories260K" if blocks else "auto"
+    served = ["engine_shim.reference", "--trace", trace, "--loop", "--speed", str(speed)]
+    served += ["--blocks", str(pool_blocks), "--model-geometry", geometry, "--least-kv-mib", str(LEAST_KV_MIB)]
     agent_address = free_address(listen)
     page_address = None if no_dashboard else free_address(dashboard_listen)
     stop = _StopOnSignal()
@@ -71,13 +74,8 @@ def demo(
     with Supervisor() as supervisor:
         engines = []
         for engine_id, policy, prefix_cache in ENGINES:
-            arguments = [
-                "engine_shim.reference", "--engine-id", engine_id, "--policy", policy, "--loop", "--trace", trace,
-                "--prefix-cache" if prefix_cache else "--no-prefix-cache", "--speed", str(speed),
-                "--blocks", str(pool_blocks), "--least-kv-mib", str(LEAST_KV_MIB), *geometry,
-                "--transfer-dir", str(supervisor.scratch / f"{engine_id}.transfers"),
-                "--transfer-every", str(TRANSFER_EVERY), "--transfer-rate", str(TRANSFER_BYTES_PER_SECOND),
-            ]  # fmt: skip
+            transfers = supervisor.scratch / f"{engine_id}.transfers"
+            arguments = [*served, *_engine_arguments(engine_id, policy, prefix_cache, transfers)]
             engines.append(supervisor.start(engine_id, arguments, OMP_NUM_THREADS="1"))
         supervisor.start("agent", ["engine_shim.launcher", "agent", "--listen", joined(agent_address)])
         if page_address is not None:
@@ -97,6 +95,15 @@ def demo(
         print(json.dumps({"schema": SCHEMA, "trace": trace, "speed": speed, "blocks": pool_blocks, "engines": summary}))
     else:
         screen.summary(summary)
+    if any(row["mismatched_blocks"] for row in summary):
+        raise ChildFailed("blocks did not hold what they must; the engine's own check found it")
+
+
+def _engine_arguments(engine_id: str, policy: str, prefix_cache: bool, transfers: Path) -> list[str]:
+    arguments = ["--engine-id", engine_id, "--policy", policy]
+    arguments += ["--prefix-cache" if prefix_cache else "--no-prefix-cache", "--verify-every", str(VERIFY_EVERY)]
+    arguments += ["--transfer-dir", str(transfers), "--transfer-every", str(TRANSFER_EVERY)]
+    return [*arguments, "--transfer-rate", str(TRANSFER_BYTES_PER_SECOND)]
 
 
 class _StopOnSignal:
@@ -168,7 +175,7 @@ def _report(child: Child) -> dict[str, Any] | None:
     """An engine's last word; None where it was stopped before it could serve."""
     lines = Path(child.output).read_text().splitlines()
     if not lines:
-        if child.process.returncode:
+        if child.process.returncode > 0:  # ended by our own signal before it was ready: as asked for
             print(f"warning: {child.name} ended with status {child.process.returncode}", file=sys.stderr)
         return None
     report: dict[str, Any] = json.loads(lines[-1])

@@ -69,6 +69,8 @@ class EngineFigures:
             "preemptions": report["preemptions"],
             "prefix_hit_ratio": round(report["prefix_hit_tokens"] / query, 4) if query else None,
             "transferred_sequences": report["transfers"]["sequences"],
+            "verified_tokens": report["verified_tokens"],
+            "mismatched_blocks": report["mismatched_blocks"],
             "live_share_p50": _rounded(self.live_shares),
             "live_share_max": round(max(self.live_shares), 4) if self.live_shares else None,
             "fragmentation_rate_p50": _rounded(self.rates),

@@ -63,11 +63,14 @@ class Screen:
 
     def summary(self, rows: list[dict[str, Any]]) -> None:
         """The figures of the run, one column an engine."""
+        if not rows:
+            self._console.print("Ended before an engine was up.")
+            return
         table = Table(title="Summary")
         table.add_column("")
         for row in rows:
             table.add_column(str(row["engine"]), justify="right")
-        for key in rows[0] if rows else ():
+        for key in rows[0]:
             if key != "engine":
                 table.add_row(key.replace("_", " "), *(_cell(row[key]) for row in rows))
         self._console.print(table)

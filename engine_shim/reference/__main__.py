@@ -144,9 +144,9 @@ def _serve(options: argparse.Namespace, stop: _StopOnSignal) -> int:
             stop=lambda: stop.requested,
             until_idle=options.exit_when_done,
         )
-        differing = engine.verify_all() if options.verify_every else []
-        for line in differing:
-            log.error("%s", line)
+        if options.verify_every and not stop.requested:  # all of it takes a while; a signal wants an end soon
+            for line in engine.verify_all():
+                log.error("%s", line)
         report = engine.report()
     finally:
         engine.close()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 import engine_shim
 from engine_shim.block_pool import BlockPool
 from engine_shim.errors import SettingsError
@@ -140,7 +142,14 @@ def _map_spec(settings: EngineSettings, cache: KVCache, runner: Runner) -> MapSp
         medium=cache.device.type,
         headroom_blocks=int(usable * settings.headroom),
         policy=settings.policy,
+        gpu_uuids=_gpu_uuids(cache),
     )
+
+
+def _gpu_uuids(cache: KVCache) -> tuple[str, ...]:
+    if cache.device.type != "cuda":
+        return ()
+    return (f"GPU-{torch.cuda.get_device_properties(cache.device).uuid}",)
 
 
 def _target(settings: EngineSettings) -> Target | None:

@@ -22,6 +22,7 @@ from engine_shim.reference.sequence import Sequence
 
 BASE_ROWS_LOG2 = 12
 MAX_CONTENT = (1 << 63) - 1
+VERIFY_SLICE = 1 << 16  # tokens
 # Odd 64-bit constants of the splitmix64 generator (Steele, Lea, Flood, OOPSLA 2014).
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -132,6 +133,11 @@ class PatternContent:
 
     def differing(self, slots: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Which of `slots` do not hold the rows of `keys`, bit for bit, in some tensor."""
+        if len(slots) > VERIFY_SLICE:  # temporaries of a whole pool would double its memory
+            parts = range(0, len(slots), VERIFY_SLICE)
+            return np.concatenate(
+                [self.differing(slots[i : i + VERIFY_SLICE], keys[i : i + VERIFY_SLICE]) for i in parts]
+            )
         where = torch.from_numpy(slots).to(self.cache.device)
         wrong = torch.zeros(len(slots), dtype=torch.bool, device=self.cache.device)
         for index, tensor in enumerate(self.cache.tensors):

@@ -167,8 +167,9 @@ class Engine:
     def verify_all(self) -> list[str]:
         """Compare every computed token and every cached block with what it must hold; returns what differs."""
         content, running = self._pattern(), self.scheduler.running
-        found = content.verify_all(running, self.monitor.cached_blocks())
-        self._verified_tokens += sum(sequence.computed for sequence in running)
+        cached = self.monitor.cached_blocks()
+        found = content.verify_all(running, cached)
+        self._verified_tokens += sum(sequence.computed for sequence in running) + len(cached) * self.pool.block_tokens
         self._mismatched += len(found)
         return [str(mismatch) for mismatch in found]
 

@@ -158,13 +158,14 @@ class Transfers:
 
     def _send_all(self) -> None:
         while (job := self._jobs.get()) is not None:
+            totals = TransferTotals(failed=1)
             try:
-                totals = self._send(job)
+                if not self._stopping.is_set():
+                    totals = self._send(job)
             except OSError as error:
                 # A full disk or a peer that left must not keep the blocks: the sequence is given up, the pool is not.
                 if not self._stopping.is_set():
                     log.warning("transfer of %s failed: %s", job.sequence.request_id, error)
-                totals = TransferTotals(failed=1)
             self._sent.put((job, totals))
             self._wake()
 

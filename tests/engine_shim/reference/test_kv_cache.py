@@ -1,0 +1,106 @@
+"""KV memory: sizes come from storages, copies do what a plain loop over a snapshot does, too much is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine_shim.errors import SettingsError
+from engine_shim.reference.geometry import GEOMETRIES, TEST_GEOMETRY, named_geometry, smallest_filling
+from engine_shim.reference.kv_cache import KVCache, choose_device, coalesce
+
+
+@pytest.mark.parametrize(
+    ("model", "bytes_per_token"), [("Llama-3.1-8B", 131_072), ("SmolLM2-135M", 23_040), ("Qwen2.5-0.5B", 12_288)]
+)
+def test_known_models_take_what_is_known(model: str, bytes_per_token: int) -> None:
+    """Two tensors * layers * KV heads * head size * 2 bytes, worked out by hand from the models' published configs."""
+    assert named_geometry(model).token_bytes(2) == bytes_per_token
+    cache = KVCache(named_geometry(model), 3, block_tokens=16)
+    assert cache.block_bytes == 16 * bytes_per_token
+    assert cache.nbytes == 3 * cache.block_bytes
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("float16", 2), ("bfloat16", 2), ("float32", 4)])
+def test_block_bytes_follow_the_dtype(dtype: str, element_bytes: int) -> None:
+    cache = KVCache(TEST_GEOMETRY, 5, block_tokens=8, dtype=dtype)
+    assert cache.block_bytes == 8 * 2 * 4 * 2 * 32 * element_bytes
+    assert len(cache.tensors) == 8
+
+
+def test_memory_is_resident_from_the_start() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident_bytes()
+    cache = KVCache(TEST_GEOMETRY, 4096)
+    assert cache.nbytes == 64 << 20
+    assert resident_bytes() - before > 0.9 * cache.nbytes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_read_all_before_they_write_any(seed: int) -> None:
+    """Random copies with neighbours, chains and swaps against a loop over a snapshot."""
+    chance = random.Random(seed)
+    cache = KVCache(TEST_GEOMETRY, 24, block_tokens=2, dtype="float32")
+    for tensor in cache.tensors:
+        tensor.copy_(torch.rand(tensor.shape))
+    before = [tensor.clone() for tensor in cache.tensors]
+    destinations = chance.sample(range(24), 10)
+    start = chance.randrange(14)
+    sources = list(range(start, start + 10)) if seed % 2 else [chance.randrange(24) for _ in range(10)]
+    cache.copy_blocks(list(zip(sources, sorted(destinations), strict=True)))
+    for tensor, old in zip(cache.tensors, before, strict=True):
+        wanted = old.clone()
+        for source, destination in zip(sources, sorted(destinations), strict=True):
+            wanted[destination] = old[source]
+        assert torch.equal(tensor, wanted)
+    assert cache.copied_blocks == 10
+
+
+def test_neighbours_become_one_run() -> None:
+    assert list(coalesce([(4, 10), (5, 11), (6, 12), (8, 13), (9, 14), (1, 2)])) == [(4, 10, 3), (8, 13, 2), (1, 2, 1)]
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 64), (15, 17), (16, 32), (33, 63), (63, 64)])
+def test_slots_go_through_the_table(start: int, stop: int) -> None:
+    cache = KVCache(TEST_GEOMETRY, 16)
+    table = [9, 3, 4, 12]
+    wanted = [table[token // 16] * 16 + token % 16 for token in range(start, stop)]
+    assert cache.slots(table, start, stop).tolist() == wanted
+
+
+def test_blocks_are_read_as_they_lie() -> None:
+    cache = KVCache(TEST_GEOMETRY, 4)
+    for index, tensor in enumerate(cache.tensors):
+        tensor[2].fill_(index + 1)
+    pieces = [np.frombuffer(piece, dtype=np.float16) for piece in cache.read_blocks(2, 1)]
+    assert [set(piece.tolist()) for piece in pieces] == [{float(index + 1)} for index in range(8)]
+    assert sum(piece.nbytes for piece in pieces) == cache.block_bytes
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_what_to_do() -> None:
+    with pytest.raises(SettingsError, match=r"MiB are available on cpu; use fewer --blocks"):
+        KVCache(named_geometry("Llama-3.1-8B"), 100_000_000)
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(SettingsError, match=r"no geometry named 'GPT-9'; known are: .*SmolLM2-135M"):
+        named_geometry("GPT-9")
+    with pytest.raises(SettingsError, match="KV dtype 'int7' is not known"):
+        KVCache(TEST_GEOMETRY, 4, dtype="int7")
+    with pytest.raises(SettingsError, match="0 blocks"):
+        KVCache(TEST_GEOMETRY, 0)
+    with pytest.raises(SettingsError, match="device 'tpu' is not known"):
+        choose_device("tpu")
+
+
+@pytest.mark.parametrize(("blocks", "model"), [(80_000, "stories260K"), (8_000, "stories15M"), (100, "Llama-3.1-8B")])
+def test_the_smallest_model_that_fills_the_pool_is_chosen(blocks: int, model: str) -> None:
+    least = 512 << 20 if blocks > 100 else 1 << 62
+    geometry = smallest_filling(blocks, block_tokens=16, element_bytes=2, least_bytes=least)
+    assert geometry is GEOMETRIES[model]

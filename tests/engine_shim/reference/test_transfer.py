@@ -1,0 +1,138 @@
+"""Transfers: the bytes that arrive are those of the blocks, which stay pinned until then and are given back after."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_shim.layout import BlockState
+from engine_shim.reference.engine import Engine, Pace
+from engine_shim.reference.sequence import sequence_of
+from engine_shim.reference.transfer import receive
+from engine_shim.workload import TraceRequest
+
+EngineMaker = Callable[..., Engine]
+Server = Callable[..., None]
+
+
+def until_finished(engine: Engine, *requests: TraceRequest) -> list[list[bytes]]:
+    """Serve to the last token; returns each sequence's blocks as they lay in memory at that time."""
+    sequences = [sequence_of(request, 16) for request in requests]
+    contents: list[list[bytes]] = [[] for _ in sequences]
+    for sequence in sequences:
+        assert engine.submit(sequence)
+    while engine.scheduler.has_work:
+        engine.step()
+        for sequence, blocks in zip(sequences, contents, strict=True):
+            if sequence.table:
+                blocks[:] = [b"".join(bytes(p) for p in engine.cache.read_blocks(b, 1)) for b in sequence.table]
+    return contents
+
+
+def drain(engine: Engine) -> None:
+    """Step until every transfer has been collected. The sending thread is real, so this waits for it."""
+    engine.serve(iter(()), Pace(), until_idle=True)
+
+
+def test_a_file_holds_the_blocks(make_engine: EngineMaker, tmp_path: Path) -> None:
+    engine = make_engine(policy="lowest-any", transfer_folder=tmp_path)
+    (wanted,) = until_finished(engine, TraceRequest(7, 0.0, 100, 20))
+    drain(engine)
+    header, blocks = receive(io.BytesIO((tmp_path / "7.kv").read_bytes()))
+    assert blocks == wanted
+    assert header["request_id"] == "7"
+    assert header["tokens"] == 119
+    totals = engine.report().transfers
+    assert (totals.sequences, totals.failed, totals.blocks) == (1, 0, 8)
+    assert totals.descriptors == 8  # one run of blocks in each of eight tensors
+    assert totals.sent_bytes == 8 * engine.cache.block_bytes
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[tuple[str, list[bytes]]]:
+    """A peer on a unix socket that keeps what it gets, one connection a sequence."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    path = tmp_path / "peer.sock"
+    listener.bind(str(path))
+    listener.listen()
+    received: list[bytes] = []
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rb") as stream:
+                received.append(stream.read())
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield f"unix:{path}", received
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(5)
+
+
+def test_a_peer_gets_the_blocks(make_engine: EngineMaker, peer: tuple[str, list[bytes]]) -> None:
+    address, received = peer
+    engine = make_engine(transfer_peer=address)
+    wanted = until_finished(engine, TraceRequest(0, 0.0, 100, 20), TraceRequest(1, 0.0, 33, 40))
+    drain(engine)
+    engine.close()
+    by_id = {str(header["request_id"]): blocks for header, blocks in map(receive, map(io.BytesIO, received))}
+    assert by_id == {"0": wanted[0], "1": wanted[1]}
+
+
+def test_blocks_are_pinned_until_they_are_sent(make_engine: EngineMaker, tmp_path: Path) -> None:
+    """The reader of a fifo decides when the transfer goes on."""
+    engine = make_engine(transfer_folder=tmp_path, blocks=40)
+    os.mkfifo(tmp_path / "0.kv")
+    until_finished(engine, TraceRequest(0, 0.0, 512, 2, (1,)))
+    for _ in range(20):
+        engine.step()
+        assert engine.pool.num_pinned == 33
+        assert engine.pool.num_used == 0
+    # A later sequence shares the pinned prefix and is done with it first.
+    until_finished(engine, TraceRequest(1, 0.0, 560, 2, (1, 2)))
+    assert engine.report().prefix_hit_tokens == 512
+    assert (engine.pool.states() == BlockState.PINNED).sum() > 33
+    with (tmp_path / "0.kv").open("rb") as stream:
+        _, blocks = receive(stream)
+    assert len(blocks) == 33
+    drain(engine)
+    assert engine.pool.num_pinned == 0
+    assert engine.pool.num_used == 0
+    assert engine.pool.num_cached == 35
+    assert engine.report().transfers.sequences == 2
+
+
+def test_a_failed_transfer_gives_its_blocks_back(make_engine: EngineMaker, tmp_path: Path) -> None:
+    engine = make_engine(transfer_peer=f"unix:{tmp_path / 'nobody'}")
+    until_finished(engine, TraceRequest(0, 0.0, 100, 20))
+    drain(engine)
+    assert engine.report().transfers.failed == 1
+    assert engine.pool.num_pinned == 0
+    assert engine.pool.num_allocatable == 63
+
+
+def test_closing_breaks_a_slow_transfer_off(make_engine: EngineMaker, tmp_path: Path) -> None:
+    engine = make_engine(transfer_folder=tmp_path, transfer_bytes_per_second=1.0)
+    until_finished(engine, TraceRequest(0, 0.0, 100, 20), TraceRequest(1, 0.0, 100, 20))
+    assert engine.pool.num_pinned > 0
+    engine.close()
+    assert engine.report().transfers.failed == 2
+    assert engine.pool.num_pinned == 0
+
+
+def test_only_the_newest_files_are_kept(make_engine: EngineMaker, serve: Server, tmp_path: Path) -> None:
+    engine = make_engine(transfer_folder=tmp_path)
+    serve(engine, [TraceRequest(index, 0.1 * index, 30, 3) for index in range(12)])
+    assert engine.report().transfers.sequences == 12
+    assert sorted(int(path.stem) for path in tmp_path.iterdir()) == list(range(4, 12))
