@@ -65,7 +65,8 @@ class BlockPool:
         self._counts: dict[int, int] = {}  # references of the other blocks in use; 0 only while pinned
         self._pinned: set[int] = set()
         self._hash_of: dict[int, int] = {}
-        self._holders: dict[int, dict[int, None]] = {}  # blocks of one hash, the first registered first
+        # The block of each hash; duplicates, which are rare, in a dict with the first registered first.
+        self._holders: dict[int, int | dict[int, None]] = {}
         if self._reserved:
             observer.reserved(sorted(self._reserved))
 
@@ -111,24 +112,25 @@ class BlockPool:
             if count < 0:
                 raise PoolError(f"cannot allocate {count} blocks")
             return Allocation([], [])
-        policy = self._policy
-        observer = self._observer
-        available = policy.num_free + policy.num_cached
-        if new_sequence:
-            available -= self.headroom_blocks
-        if count > available:
-            observer.counted("allocation_failures")
+        copies: list[tuple[int, int]] = []
+        blocks = self._policy.take_free(count, self.headroom_blocks if new_sequence else 0)
+        if blocks is None:
+            blocks, copies = self._evict_for(count, new_sequence)
+        self._private.update(blocks)
+        self._observer.allocated(blocks[:], owner, position)
+        return Allocation(blocks, copies)
+
+    def _evict_for(self, count: int, new_sequence: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        if not self.can_allocate(count, new_sequence=new_sequence):
+            self._observer.counted("allocation_failures")
             raise PoolExhausted(self._shortage(count, new_sequence))
-        blocks, evicted, copies = policy.take(count)
+        blocks, evicted, copies = self._policy.take(count)
         if evicted:
-            for block in evicted:
-                self._forget_hash(block)
-            observer.evicted(evicted)
+            self._forget_hashes(evicted)
+            self._observer.evicted(evicted)
         if copies:
             self._follow_copies(copies)
-        self._private.update(blocks)
-        observer.allocated(blocks[:], owner, position)
-        return Allocation(blocks, copies)
+        return blocks, copies
 
     def release(self, blocks: Iterable[int], *, owner: int = 0) -> None:
         """Give up one reference each, in the order in which the blocks are to be reused or evicted (engines pass a
@@ -137,30 +139,30 @@ class BlockPool:
         UnknownBlock or DoubleFree name the first bad block.
         """
         given = list(blocks)
-        distinct = set(given)
-        if len(distinct) == len(given) and self._private.issuperset(distinct):
-            self._private -= distinct
-            self._policy.give_free(given)
-            self._observer.freed(given, owner)
-            return
+        private = self._private
+        if private.issuperset(given):
+            left = len(private) - len(given)
+            private.difference_update(given)
+            if len(private) == left:
+                self._policy.give_free(given)
+                self._observer.freed(given, owner)
+                return
+            private.update(given)  # a block was named twice
         self._release_any(given, owner)
 
     def _release_any(self, blocks: list[int], owner: int) -> None:
-        for block, times in Counter(blocks).items():
-            held = self.references(block)
-            if held < times:
-                raise DoubleFree(f"block {block} is released {times} times but has {held} references")
+        self._require_references(blocks)
+        counts, hash_of, pinned = self._counts, self._hash_of, self._pinned
         freed: list[int] = []
         cached: list[int] = []
         unshared: list[int] = []
-        counts = self._counts
         for block in blocks:
             left = counts.get(block, 1) - 1
-            if left or block in self._pinned:
+            if left or block in pinned:
                 counts[block] = left
                 unshared.append(block)
                 self._settle(block)
-            elif block in self._hash_of:
+            elif block in hash_of:
                 del counts[block]
                 cached.append(block)
             else:
@@ -175,16 +177,26 @@ class BlockPool:
             self._policy.give_cached(cached)
             self._observer.cached(cached, owner)
 
+    def _require_references(self, blocks: list[int]) -> None:
+        counts, private = self._counts, self._private
+        once = len(set(blocks)) == len(blocks)
+        if once and all(counts.get(block) or block in private for block in blocks):
+            return
+        for block, times in Counter(blocks).items():
+            held = self.references(block)
+            if held < times:
+                raise DoubleFree(f"block {block} is released {times} times but has {held} references")
+
     # Sharing
 
     def find_prefix(self, hashes: Sequence[int]) -> list[int]:
         """The blocks that hold the longest run of `hashes` from its start; no reference is taken."""
         found: list[int] = []
         for block_hash in hashes:
-            holders = self._holders.get(block_hash)
-            if holders is None:
+            holder = self._holders.get(block_hash)
+            if holder is None:
                 break
-            found.append(next(iter(holders)))
+            found.append(holder if isinstance(holder, int) else next(iter(holder)))
         return found
 
     def num_unreferenced(self, blocks: Sequence[int]) -> int:
@@ -253,12 +265,17 @@ class BlockPool:
                     raise PoolError(f"block {block} cannot be registered: nobody references it")
                 if hash_of.get(block, block_hash) != block_hash:
                     raise PoolError(f"block {block} holds another prefix already")
+        private, counts, holders = self._private, self._counts, self._holders
         for block, block_hash in zip(blocks, hashes, strict=True):
-            if block in self._private:
-                self._private.remove(block)
-                self._counts[block] = 1
+            if block in private:
+                private.remove(block)
+                counts[block] = 1
             hash_of[block] = block_hash
-            self._holders.setdefault(block_hash, {})[block] = None
+            holder = holders.setdefault(block_hash, block)
+            if holder != block:
+                if isinstance(holder, int):
+                    holder = holders[block_hash] = {holder: None}
+                holder[block] = None
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix; False, and nothing done, while any block is in use or pinned."""
@@ -381,20 +398,27 @@ class BlockPool:
             del self._counts[block]
             self._private.add(block)
 
-    def _forget_hash(self, block: int) -> None:
-        block_hash = self._hash_of.pop(block)
-        holders = self._holders[block_hash]
-        del holders[block]
-        if not holders:
-            del self._holders[block_hash]
+    def _forget_hashes(self, blocks: Sequence[int]) -> None:
+        hash_of, holders = self._hash_of, self._holders
+        for block in blocks:
+            block_hash = hash_of.pop(block)
+            holder = holders[block_hash]
+            if not isinstance(holder, int):
+                del holder[block]
+                if holder:
+                    continue
+            del holders[block_hash]
 
     def _follow_copies(self, copies: Sequence[tuple[int, int]]) -> None:
         """Let the hashes of relocated cached contents name their new blocks, in the old order of duplicates."""
         for source, destination in copies:
             block_hash = self._hash_of.pop(source)
             self._hash_of[destination] = block_hash
-            holders = self._holders[block_hash]
-            self._holders[block_hash] = {destination if holder == source else holder: None for holder in holders}
+            holder = self._holders[block_hash]
+            if isinstance(holder, int):
+                self._holders[block_hash] = destination
+            else:
+                self._holders[block_hash] = {destination if b == source else b: None for b in holder}
         self._observer.moved([pair[0] for pair in copies], [pair[1] for pair in copies], live=False)
 
     def _shortage(self, count: int, new_sequence: bool) -> str:

@@ -46,6 +46,11 @@ class AllocationPolicy(ABC):
     def num_cached(self) -> int:
         """Cached blocks."""
 
+    def take_free(self, count: int, beside: int) -> list[int] | None:
+        """What `take` would hand out, where that is only free blocks and at least `beside` others stay free; else None
+        and nothing done. The short way for what happens most; a policy need not have one."""
+        return None
+
     @abstractmethod
     def take(self, count: int) -> Taken:
         """Remove `count` blocks, at most num_free + num_cached, and hand them out."""
@@ -95,6 +100,14 @@ class StockPolicy(AllocationPolicy):
     @property
     def num_cached(self) -> int:
         return len(self._cached)
+
+    def take_free(self, count: int, beside: int) -> list[int] | None:
+        stack = self._stack
+        if len(stack) < count + beside:
+            return None
+        blocks = stack[: -count - 1 : -1]
+        del stack[-count:]
+        return blocks
 
     def take(self, count: int) -> Taken:
         stack = self._stack
@@ -235,6 +248,9 @@ class LowestFreePolicy(AllocationPolicy):
     @property
     def num_cached(self) -> int:
         return len(self._cached)
+
+    def take_free(self, count: int, beside: int) -> list[int] | None:
+        return None if self._free.count < count + beside else self._free.take_lowest(count)
 
     def take(self, count: int) -> Taken:
         blocks = self._free.take_lowest(min(count, self._free.count))
