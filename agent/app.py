@@ -104,7 +104,9 @@ def bind(settings: AgentSettings) -> socket.socket:
         raise AgentStartError(
             f"listen={settings.listen}: no such host ({error.strerror}); give an address of this machine"
         ) from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named because asyncio sets TCP_NODELAY only where it is: without that, each answer on a connection
+    # that is kept alive waits 40 ms for the client's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
