@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -60,7 +60,7 @@ def create_app(context: ApiContext) -> FastAPI:
     return app
 
 
-def require_writer(context: ApiContext) -> Callable[[Request], None]:
+def require_writer(context: ApiContext) -> Callable[[Request], Awaitable[None]]:
     """A dependency for routes that change something: raises 401 or 403 unless the guard lets the request pass."""
 
     async def check(request: Request) -> None:
@@ -70,7 +70,7 @@ def require_writer(context: ApiContext) -> Callable[[Request], None]:
             status = 403 if context.guard.token is None else 401
             raise ApiError(status, "forbidden" if status == 403 else "unauthorized", access.message, access.action)
 
-    return check  # type: ignore[return-value]
+    return check
 
 
 def _add_probes(app: FastAPI, context: ApiContext, exporter: Exporter) -> None:

@@ -23,7 +23,6 @@ app = typer.Typer(
     name="kvatlas",
     help="Watches the paged KV cache of an LLM inference engine, block by block.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -33,11 +32,11 @@ Json = Annotated[bool, typer.Option("--json", envvar="KVATLAS_JSON", help="Print
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the result is the exit status: 0 fine, 1 failed, 2 wrong usage or settings."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("demo", "--help"):
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if given[0] in ("demo", "--help"):
         _add_demo()
     try:
-        status = app(given, standalone_mode=False)
+        status = app(given, prog_name="kvatlas", standalone_mode=False)
     except SettingsError as error:
         return _complain(str(error), EXIT_USAGE)
     except KvatlasError as error:
@@ -71,15 +70,25 @@ def agent(
     config: Annotated[Path | None, typer.Option(envvar="KVATLAS_CONFIG", help="Settings file, YAML or TOML.")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on (KVATLAS_LISTEN).")] = None,
     dir: Annotated[str | None, typer.Option(help="Folders with maps, by colons (KVATLAS_DIR).")] = None,
-    interval_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_INTERVAL_SECONDS)")] = None,
-    history_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_HISTORY_SECONDS)")] = None,
-    threshold: Annotated[float | None, typer.Option(help="(KVATLAS_THRESHOLD)")] = None,
-    stall_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_STALL_SECONDS)")] = None,
-    stale_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_STALE_SECONDS)")] = None,
-    gone_seconds: Annotated[float | None, typer.Option(help="(KVATLAS_GONE_SECONDS)")] = None,
-    log_level: Annotated[str | None, typer.Option(help="(KVATLAS_LOG_LEVEL)")] = None,
+    interval_seconds: Annotated[
+        float | None, typer.Option(help="Time between samples (KVATLAS_INTERVAL_SECONDS).")
+    ] = None,
+    history_seconds: Annotated[
+        float | None, typer.Option(help="How far back the history goes (KVATLAS_HISTORY_SECONDS).")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Rate above which a pool counts as fragmented (KVATLAS_THRESHOLD).")
+    ] = None,
+    stall_seconds: Annotated[
+        float | None, typer.Option(help="Requests run, no step ends: stalled (KVATLAS_STALL_SECONDS).")
+    ] = None,
+    stale_seconds: Annotated[float | None, typer.Option(help="No heartbeat: stale (KVATLAS_STALE_SECONDS).")] = None,
+    gone_seconds: Annotated[
+        float | None, typer.Option(help="How long an ended engine is shown (KVATLAS_GONE_SECONDS).")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (KVATLAS_LOG_LEVEL).")] = None,
     token: Annotated[str | None, typer.Option(help="Seen by other users; better KVATLAS_TOKEN.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="(KVATLAS_TOKEN_FILE)")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File that holds the token (KVATLAS_TOKEN_FILE).")] = None,
 ) -> None:
     """Run the sidecar: sample every map of this host and serve the API and /metrics."""
     from agent.app import run_agent

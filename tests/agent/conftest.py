@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -111,30 +111,30 @@ class Agent:
             env={**inherited, "KVATLAS_DIR": str(folder), **(environment or {})},
         )
         self.lines: list[dict[str, Any]] = []
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self.url = str(self.wait_for_event("listening")["address"])
 
-    def wait_for_event(self, event: str) -> dict[str, Any]:
-        """Read the log up to the next line with this event."""
+    def _read(self) -> None:
         assert self.process.stderr is not None
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < deadline:
-            ready, _, _ = select.select([self.process.stderr], [], [], 1.0)
-            if not ready:
-                continue
-            line = self.process.stderr.readline()
-            assert line, f"the agent ended with {self.process.wait()}"
-            self.lines.append(json.loads(line))
-            if self.lines[-1]["event"] == event:
-                return self.lines[-1]
-        raise AssertionError(f"no event {event!r} in {self.lines}")
+        for line in self.process.stderr:
+            with self._news:
+                self.lines.append(json.loads(line))
+                self._news.notify_all()
+
+    def wait_for_event(self, event: str) -> dict[str, Any]:
+        """The first line of the log with this event, now or soon."""
+        with self._news:
+            found = self._news.wait_for(lambda: [one for one in self.lines if one["event"] == event], PATIENCE_SECONDS)
+        assert found, f"no event {event!r} in {self.lines}"
+        return found[0]
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
+        """SIGTERM; returns the exit status, once the whole log is in `lines`."""
         self.process.terminate()
         status = self.process.wait(PATIENCE_SECONDS)
-        if self.process.stderr is not None:
-            self.lines += [json.loads(line) for line in self.process.stderr]
-            self.process.stderr.close()
+        self._reader.join(PATIENCE_SECONDS)
         return status
 
 
@@ -154,8 +154,9 @@ def start_agent(folder: Path) -> Iterator[StartAgent]:
 
     yield start
     for agent in agents:
-        if agent.process.poll() is None:
-            agent.stop()
+        agent.stop()
+        assert agent.process.stderr is not None
+        agent.process.stderr.close()
 
 
 @pytest.fixture

@@ -1,0 +1,211 @@
+"""The commands as a person or a script calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import cli
+from agent.doctor import Finding, examine, to_json
+from agent.log import JsonFormatter
+
+Start = Callable[..., Any]
+Capture = pytest.CaptureFixture[str]
+
+
+def json_of(capsys: Capture, *arguments: str, status: int = 0) -> dict[str, Any]:
+    assert cli.main(arguments) == status
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    value: dict[str, Any] = json.loads(captured.out)
+    assert captured.out.count("\n") == 1
+    return value
+
+
+def test_map(start_engine: Start, capsys: Capture) -> None:
+    engine = start_engine(total_blocks=10)
+    engine.reserved([0])
+    engine.allocated([1, 2, 5], engine.open_owner("a"))
+    engine.cached([5])
+    engine.step_ended(1, 0)
+    facts = json_of(capsys, "map", str(engine.path), "--json")
+    assert facts["schema"] == "kvatlas.map/v1"
+    assert (facts["engine"], facts["model"], facts["total_blocks"], facts["block_bytes"]) == (
+        "engine",
+        "org/model",
+        10,
+        4096,
+    )
+    assert facts["blocks"] == {"free": 6, "cached": 1, "used": 2, "pinned": 0, "reserved": 1, "unknown": 0}
+    assert (facts["largest_allocatable_run"], facts["fragmentation_rate"]) == (7, 0.0)
+    assert facts["strict_fragmentation_rate"] == pytest.approx(1 / 3)
+    assert 0 <= facts["heartbeat_age_seconds"] < 10
+    assert facts["writer_alive"]
+
+    assert cli.main(["map", str(engine.path)]) == 0
+    text = capsys.readouterr().out
+    assert "writer alive" in text
+    assert "largest run 7 of 7 allocatable blocks, 1 runs" in text
+    engine.set_flag(sleeping=True)
+    assert json_of(capsys, "map", str(engine.path), "--json")["fragmentation_rate"] is None
+    engine.kill()
+    assert not json_of(capsys, "map", str(engine.path), "--json")["writer_alive"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "No such file"), (b"something else", "wrong magic"), (b"KVATLAS\0", "cut short")]
+)
+def test_map_of_what_is_none(content: bytes | None, reason: str, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "a.kvmap"
+    if content is not None:
+        path.write_bytes(content)
+    assert cli.main(["map", str(path), "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert str(path) in captured.err
+    assert reason in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["map"], ["map", "a", "b"], ["agent", "--nonsense"], ["simulate", "x", "--blocks", "few"]],
+)
+def test_wrong_usage(arguments: list[str], capsys: Capture) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert "--help" in captured.err
+    assert captured.out == ""
+
+
+def test_help_lists_every_command(capsys: Capture) -> None:
+    assert cli.main([]) == 0
+    bare = capsys.readouterr().out
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out == bare
+    for command in ("agent", "dashboard", "demo", "doctor", "map", "simulate"):
+        assert f"\n  {command} " in bare
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    rows = [f"{i * 0.4:.1f},{200 + i % 7 * 90},{20 + i % 5 * 30}" for i in range(60)]
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens", *rows]))
+    return path
+
+
+def test_simulate(trace: Path, capsys: Capture) -> None:
+    arguments = ["simulate", str(trace), "--json", "--blocks", "2000", "--policy", "vllm", "--policy", "lowest-free"]
+    first = json_of(capsys, *arguments)
+    assert first["schema"] == "kvatlas.simulate/v1"
+    assert list(first["policies"]) == ["vllm", "lowest-free"]
+    assert {"fragmentation_rate", "live_share_mean", "preemptions"} <= set(first["policies"]["vllm"])
+    assert json_of(capsys, *arguments) == first
+    plain = json_of(capsys, *arguments, "--no-prefix-cache")
+    assert not plain["prefix_cache"]
+    assert cli.main(["simulate", str(trace), "--blocks", "2000", "--policy", "fifo"]) == 0
+    assert "fifo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("extra", "words", "status"),
+    [
+        (["--policy", "best"], "best", 2),
+        (["--blocks", "0"], "blocks=0", 2),
+        (["--max-seqs", "0"], "max_sequences=0", 2),
+        (["--headroom", "2"], "headroom", 2),
+        (["--block-size", "0"], "block", 2),
+    ],
+)
+def test_simulate_with_wrong_values(trace: Path, extra: list[str], words: str, status: int, capsys: Capture) -> None:
+    assert cli.main(["simulate", str(trace), *extra]) == status
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert words in captured.err
+
+
+def test_simulate_without_a_trace(tmp_path: Path, capsys: Capture) -> None:
+    assert cli.main(["simulate", str(tmp_path / "missing.csv")]) == 1
+    assert "missing.csv does not exist" in capsys.readouterr().err
+
+
+def test_an_option_s_variable(trace: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVATLAS_BLOCKS", "2345")
+    monkeypatch.setenv("KVATLAS_POLICY", "fifo")
+    monkeypatch.setenv("KVATLAS_JSON", "1")
+    facts = json_of(capsys, "simulate", str(trace))
+    assert (facts["blocks"], list(facts["policies"])) == (2345, ["fifo"])
+    assert json_of(capsys, "simulate", str(trace), "--blocks", "2000")["blocks"] == 2000
+
+
+def test_doctor(start_engine: Start, folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start_engine(engine_id="seen")
+    (folder / "foreign.kvmap").write_bytes(b"?")
+    monkeypatch.setenv("KVATLAS_DIR", str(folder))
+    report = json_of(capsys, "doctor", "--json", "--listen", "127.0.0.1:0")
+    assert report["schema"] == "kvatlas.doctor/v1"
+    findings = {one["check"]: one for one in report["findings"]}
+    assert {"python", "packages", "writer", "gpu", "port 127.0.0.1:0", f"folder {folder}"} <= set(findings)
+    assert "its writer lives" in findings[f"map {engine.id}"]["message"]
+    assert "wrong magic" in findings["map"]["message"]
+    assert findings["port 127.0.0.1:0"]["level"] == "ok"
+    assert cli.main(["doctor"]) == 0
+    assert "its writer lives" in capsys.readouterr().out
+
+
+def test_doctor_tells_that_a_port_is_taken(folder: Path) -> None:
+    import socket
+
+    from agent.config import load_settings
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        name = f"127.0.0.1:{taken.getsockname()[1]}"
+        findings = examine([folder], load_settings({"listen": name}, environment={}))
+    (port,) = [one for one in findings if one.check == f"port {name}"]
+    assert (port.level, port.message) == ("note", "cannot be had: Address already in use")
+
+
+def test_doctor_refuses_both_distributions_in_one_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from agent.config import load_settings
+
+    settings = load_settings({"listen": "127.0.0.1:0"}, environment={})
+    monkeypatch.setattr("agent.doctor.installed", lambda: {"kvatlas": "1", "kvatlas-shim": "1"})
+    findings = examine([folder], settings)
+    assert [one.check for one in findings if one.level == "failed"] == ["distributions"]
+    assert not to_json(findings)["ok"]
+    assert to_json([Finding("a", "warning", "b")])["ok"]
+
+
+def test_dashboard_becomes_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: called.append(command))
+    assert cli.main(["dashboard", "--listen", "127.0.0.1:9", "--agent", "http://127.0.0.1:8"]) == 0
+    assert called[0][1:4] == ["-P", "-m", "dashboard"]
+    assert called[0][4:8] == ["--listen", "127.0.0.1:9", "--agent", "http://127.0.0.1:8"]
+
+
+def test_dashboard_where_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    assert cli.main(["dashboard"]) == 2
+    assert "kvatlas[dashboard]" in capsys.readouterr().err
+
+
+def test_log_lines_are_json() -> None:
+    import logging
+
+    record = logging.LogRecord("kvatlas.x", logging.WARNING, "", 0, "an event", None, None)
+    record.fields = {"subject": "ü\n", "count": 3}
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    parsed = json.loads(line)
+    assert (parsed["event"], parsed["level"], parsed["subject"], parsed["count"]) == ("an event", "warning", "ü\n", 3)
+    assert parsed["time"].endswith("Z")

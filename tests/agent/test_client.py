@@ -1,0 +1,80 @@
+"""The client against servers that do not behave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from agent.client import AgentClient, AgentRefused, AgentUnavailable
+
+Serve = Callable[[int, bytes], str]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """A server that gives one answer to everything."""
+    servers: list[HTTPServer] = []
+
+    def start(status: int, body: bytes) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None: ...
+
+        server = HTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}/"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b"not json"),
+        (200, b'{"engines": NaN}'),
+        (200, b"{}"),
+        (500, b"<html>"),
+        (302, b""),
+        (404, b'{"detail": 1}'),
+    ],
+)
+def test_an_answer_that_is_not_an_agent_s(serve: Serve, status: int, body: bytes) -> None:
+    with AgentClient(serve(status, body)) as client, pytest.raises(AgentUnavailable, match=f"HTTP {status} at"):
+        client.engines()
+
+
+def test_a_refusal_keeps_its_three_parts(serve: Serve) -> None:
+    url = serve(400, b'{"error": "bad_request", "message": "no such metric", "action": "ask for another"}')
+    with AgentClient(url) as client, pytest.raises(AgentRefused) as caught:
+        client.history("a", "b", 60)
+    assert (caught.value.status, caught.value.error, caught.value.action) == (400, "bad_request", "ask for another")
+    assert str(caught.value) == "no such metric (ask for another)"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[", "nonsense", "http://host.invalid:1"])
+def test_no_agent_there(url: str) -> None:
+    with AgentClient(url, timeout_seconds=2) as client, pytest.raises(AgentUnavailable):
+        client.engines()
+
+
+def test_an_agent_that_does_not_answer_in_time() -> None:
+    import socket
+
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with AgentClient(url, timeout_seconds=0.2) as client, pytest.raises(AgentUnavailable, match="no answer"):
+            client.engines()
