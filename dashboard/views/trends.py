@@ -5,6 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from agent.client import AgentRefused, AgentUnavailable
+from agent.wire import AgentStatus, EngineSummary
 from dashboard import figures, widgets
 from dashboard.figure_component import show_figure
 from dashboard.palette import Theme
@@ -28,13 +29,15 @@ def show_trends(theme: Theme) -> None:
         if pool is None:
             return
         try:
-            engine = client().engine(pool)
-            _trends(pool, engine.block_bytes, engine.state == "gone", theme)
+            listing = client().engines()
+            engine = next((engine for engine in listing.engines if engine.id == pool), None)
+            if engine is not None:
+                _trends(engine, listing.agent, theme)
         except (AgentUnavailable, AgentRefused):
             return
 
 
-def _trends(pool: str, block_bytes: int, gone: bool, theme: Theme) -> None:
+def _trends(engine: EngineSummary, agent: AgentStatus, theme: Theme) -> None:
     left, right = st.columns([2.35, 1], gap="medium")
     with left.container(key="history_box"):
         with st.container(horizontal=True, vertical_alignment="center"):
@@ -49,14 +52,13 @@ def _trends(pool: str, block_bytes: int, gone: bool, theme: Theme) -> None:
                 width="content",
             )
         seconds = HISTORY_SECONDS[span or DEFAULT_SPAN]
-        agent = client().engines().agent
         # Two samples a bucket at least: with one, the jitter of sampling would leave gaps that mean nothing.
         points = min(HISTORY_POINTS, max(2, int(seconds / (2 * agent.interval_seconds))))
         rate, strict = (
-            client().history(pool, metric, seconds, points=points)
+            client().history(engine.id, metric, seconds, points=points)
             for metric in ("fragmentation", "strict_fragmentation")
         )
-        paused = bool(st.session_state.get(PAUSE_KEY)) or gone
+        paused = bool(st.session_state.get(PAUSE_KEY)) or engine.state == "gone"
         show_figure(
             figures.fragmentation_history(rate, strict, threshold=agent.threshold, theme=theme),
             key="history",
@@ -66,4 +68,5 @@ def _trends(pool: str, block_bytes: int, gone: bool, theme: Theme) -> None:
         st.html(f'<p class="kv-note">{WHY_F_MATTERS}</p>')
     with right:
         st.html(widgets.heading_html("Who holds it"))
-        st.html("" if gone else widgets.holders_html(client().requests(pool), block_bytes))
+        if engine.state != "gone":
+            st.html(widgets.holders_html(client().requests(engine.id), engine.block_bytes))
