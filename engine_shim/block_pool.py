@@ -14,6 +14,7 @@ from engine_shim.errors import DoubleFree, PoolError, PoolExhausted, SettingsErr
 from engine_shim.layout import BlockState
 from engine_shim.observer import NO_OBSERVER, PoolObserver
 from engine_shim.policies import make_policy
+from engine_shim.prefix import PrefixIndex
 
 
 class Allocation(NamedTuple):
@@ -64,9 +65,7 @@ class BlockPool:
         self._private: set[int] = set()
         self._counts: dict[int, int] = {}  # references of the other blocks in use; 0 only while pinned
         self._pinned: set[int] = set()
-        self._hash_of: dict[int, int] = {}
-        # The block of each hash; duplicates, which are rare, in a dict with the first registered first.
-        self._holders: dict[int, int | dict[int, None]] = {}
+        self._prefixes = PrefixIndex()
         if self._reserved:
             observer.reserved(sorted(self._reserved))
 
@@ -126,10 +125,11 @@ class BlockPool:
             raise PoolExhausted(self._shortage(count, new_sequence))
         blocks, evicted, copies = self._policy.take(count)
         if evicted:
-            self._forget_hashes(evicted)
+            self._prefixes.forget(evicted)
             self._observer.evicted(evicted)
         if copies:
-            self._follow_copies(copies)
+            self._prefixes.relocate(copies)
+            self._observer.moved([pair[0] for pair in copies], [pair[1] for pair in copies], live=False)
         return blocks, copies
 
     def release(self, blocks: Iterable[int], *, owner: int = 0) -> None:
@@ -152,7 +152,7 @@ class BlockPool:
 
     def _release_any(self, blocks: list[int], owner: int) -> None:
         self._require_references(blocks)
-        counts, hash_of, pinned = self._counts, self._hash_of, self._pinned
+        counts, hash_of, pinned = self._counts, self._prefixes.hash_of, self._pinned
         freed: list[int] = []
         cached: list[int] = []
         unshared: list[int] = []
@@ -191,13 +191,7 @@ class BlockPool:
 
     def find_prefix(self, hashes: Sequence[int]) -> list[int]:
         """The blocks that hold the longest run of `hashes` from its start; no reference is taken."""
-        found: list[int] = []
-        for block_hash in hashes:
-            holder = self._holders.get(block_hash)
-            if holder is None:
-                break
-            found.append(holder if isinstance(holder, int) else next(iter(holder)))
-        return found
+        return self._prefixes.find(hashes)
 
     def num_unreferenced(self, blocks: Sequence[int]) -> int:
         """How many of these are cached with no reference: acquiring them takes as many from the allocatable ones."""
@@ -258,32 +252,26 @@ class BlockPool:
         if len(blocks) != len(hashes):
             raise PoolError(f"{len(hashes)} hashes for {len(blocks)} blocks")
         self._require_distinct(blocks, "register")
-        hash_of = self._hash_of
+        hash_of = self._prefixes.hash_of
         if not self._private.issuperset(blocks):
             for block, block_hash in zip(blocks, hashes, strict=True):
                 if not self.references(block):
                     raise PoolError(f"block {block} cannot be registered: nobody references it")
                 if hash_of.get(block, block_hash) != block_hash:
                     raise PoolError(f"block {block} holds another prefix already")
-        private, counts, holders = self._private, self._counts, self._holders
-        for block, block_hash in zip(blocks, hashes, strict=True):
+        private, counts = self._private, self._counts
+        for block in blocks:
             if block in private:
                 private.remove(block)
                 counts[block] = 1
-            hash_of[block] = block_hash
-            holder = holders.setdefault(block_hash, block)
-            if holder != block:
-                if isinstance(holder, int):
-                    holder = holders[block_hash] = {holder: None}
-                holder[block] = None
+        self._prefixes.add(blocks, hashes)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every prefix; False, and nothing done, while any block is in use or pinned."""
         if self._private or self._counts:
             return False
         forgotten = self._policy.forget_cached()
-        self._hash_of.clear()
-        self._holders.clear()
+        self._prefixes.clear()
         if forgotten:
             self._observer.evicted(forgotten)
         return True
@@ -325,7 +313,7 @@ class BlockPool:
                 self._settle(block)
             else:
                 del self._counts[block]
-                (cached if block in self._hash_of else freed).append(block)
+                (cached if block in self._prefixes.hash_of else freed).append(block)
         if used or freed:
             self._observer.unpinned(used + freed, cached=False)
         if cached:
@@ -394,32 +382,9 @@ class BlockPool:
 
     def _settle(self, block: int) -> None:
         """Make a counted block private again where it can be."""
-        if self._counts[block] == 1 and block not in self._hash_of and block not in self._pinned:
+        if self._counts[block] == 1 and block not in self._prefixes.hash_of and block not in self._pinned:
             del self._counts[block]
             self._private.add(block)
-
-    def _forget_hashes(self, blocks: Sequence[int]) -> None:
-        hash_of, holders = self._hash_of, self._holders
-        for block in blocks:
-            block_hash = hash_of.pop(block)
-            holder = holders[block_hash]
-            if not isinstance(holder, int):
-                del holder[block]
-                if holder:
-                    continue
-            del holders[block_hash]
-
-    def _follow_copies(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Let the hashes of relocated cached contents name their new blocks, in the old order of duplicates."""
-        for source, destination in copies:
-            block_hash = self._hash_of.pop(source)
-            self._hash_of[destination] = block_hash
-            holder = self._holders[block_hash]
-            if isinstance(holder, int):
-                self._holders[block_hash] = destination
-            else:
-                self._holders[block_hash] = {destination if b == source else b: None for b in holder}
-        self._observer.moved([pair[0] for pair in copies], [pair[1] for pair in copies], live=False)
 
     def _shortage(self, count: int, new_sequence: bool) -> str:
         text = f"{count} blocks asked for, {self.num_allocatable} of {self.usable_blocks} allocatable"

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from engine_shim.address_map import AddressMap
 from engine_shim.errors import SettingsError
 
 
@@ -191,54 +192,13 @@ class FifoPolicy(AllocationPolicy):
         return self._cached
 
 
-class _AddressMap:
-    """A set of block ids that gives up its lowest members quickly: one byte a block, searched with memchr."""
-
-    __slots__ = ("_floor", "_members", "count")
-
-    def __init__(self, blocks: Sequence[int]) -> None:
-        self._members = bytearray(max(blocks, default=-1) + 1)
-        for block in blocks:
-            self._members[block] = 1
-        self._floor = 0  # no member is below it
-        self.count = len(blocks)
-
-    def add(self, blocks: Sequence[int]) -> None:
-        members = self._members
-        for block in blocks:
-            members[block] = 1
-        self._floor = min(self._floor, min(blocks, default=self._floor))
-        self.count += len(blocks)
-
-    def remove(self, blocks: Sequence[int]) -> None:
-        members = self._members
-        for block in blocks:
-            members[block] = 0
-        self.count -= len(blocks)
-
-    def take_lowest(self, count: int) -> list[int]:
-        """Remove and return the `count` lowest members, ascending; there must be as many."""
-        members = self._members
-        taken: list[int] = []
-        floor = self._floor
-        while len(taken) < count:
-            start = members.find(1, floor)
-            end = members.find(0, start, start + count - len(taken))
-            floor = end if end >= 0 else min(start + count - len(taken), len(members))
-            taken.extend(range(start, floor))
-            members[start:floor] = bytes(floor - start)
-        self._floor = floor
-        self.count -= count
-        return taken
-
-
 class LowestFreePolicy(AllocationPolicy):
     """The free blocks of the lowest addresses; when none is left, the least recently used cached ones."""
 
     name = "lowest-free"
 
     def __init__(self, blocks: Sequence[int]) -> None:
-        self._free = _AddressMap(blocks)
+        self._free = AddressMap(blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -287,7 +247,7 @@ class LowestAnyPolicy(AllocationPolicy):
     name = "lowest-any"
 
     def __init__(self, blocks: Sequence[int]) -> None:
-        self._allocatable = _AddressMap(blocks)
+        self._allocatable = AddressMap(blocks)
         self._cached: dict[int, None] = {}
 
     @property

@@ -1,4 +1,4 @@
-"""Chained hashes that name the full blocks of a token sequence, so that equal prefixes can share blocks."""
+"""Names the full blocks of a token sequence by chained hashes, and finds the blocks that hold a prefix."""
 
 from __future__ import annotations
 
@@ -33,3 +33,62 @@ def hash_prefix_blocks(token_ids: Sequence[int], block_tokens: int, *, parent: i
         parent = chain_hash(parent, words[start : start + block_bytes], salt)
         hashes.append(parent)
     return hashes
+
+
+class PrefixIndex:
+    """Which blocks hold which prefixes. A block has one hash; of several blocks with one hash, all stay known, and
+    the first that was added is found."""
+
+    def __init__(self) -> None:
+        self.hash_of: dict[int, int] = {}  # by block; for others to read
+        # The block of each hash; duplicates, which are rare, in a dict that keeps their order.
+        self._holders: dict[int, int | dict[int, None]] = {}
+
+    def find(self, hashes: Sequence[int]) -> list[int]:
+        """The blocks that hold the longest run of `hashes` from its start."""
+        found: list[int] = []
+        for block_hash in hashes:
+            holder = self._holders.get(block_hash)
+            if holder is None:
+                break
+            found.append(holder if isinstance(holder, int) else next(iter(holder)))
+        return found
+
+    def add(self, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+        """Name blocks; those that have this very hash already stay as they are, another one they must not have."""
+        holders = self._holders
+        self.hash_of.update(zip(blocks, hashes, strict=True))
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            holder = holders.setdefault(block_hash, block)
+            if holder != block:
+                if isinstance(holder, int):
+                    holder = holders[block_hash] = {holder: None}
+                holder[block] = None
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Take the names of named blocks away."""
+        hash_of, holders = self.hash_of, self._holders
+        for block in blocks:
+            block_hash = hash_of.pop(block)
+            holder = holders[block_hash]
+            if not isinstance(holder, int):
+                del holder[block]
+                if holder:
+                    continue
+            del holders[block_hash]
+
+    def relocate(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Let prefixes follow (source, destination) copies of their contents, in the old order among duplicates."""
+        for source, destination in copies:
+            block_hash = self.hash_of.pop(source)
+            self.hash_of[destination] = block_hash
+            holder = self._holders[block_hash]
+            if isinstance(holder, int):
+                self._holders[block_hash] = destination
+            else:
+                self._holders[block_hash] = {destination if block == source else block: None for block in holder}
+
+    def clear(self) -> None:
+        """Forget every prefix."""
+        self.hash_of.clear()
+        self._holders.clear()

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_shim import block_pool
+from engine_shim.address_map import AddressMap
 from engine_shim.block_pool import BlockPool
 from engine_shim.errors import SettingsError
 from engine_shim.observer import NullObserver
-from engine_shim.policies import POLICIES, StockPolicy, Taken, _AddressMap, make_policy
+from engine_shim.policies import POLICIES, StockPolicy, Taken, make_policy
 
 
 def aged(name: str) -> tuple[list[int], list[int]]:
@@ -114,7 +115,7 @@ def test_stock_order_equals_a_deque_that_does_what_vllm_does() -> None:
 
 @given(st.lists(st.integers(0, 40), unique=True), st.data())
 def test_address_map_gives_the_lowest(members: list[int], data: st.DataObject) -> None:
-    addresses = _AddressMap(sorted(members))
+    addresses = AddressMap(sorted(members))
     plain = set(members)
     outside: list[int] = []
     for _ in range(data.draw(st.integers(1, 8))):

@@ -154,6 +154,28 @@ def test_stock_without_prefix_cache_is_the_milder_case() -> None:
 
 
 @pytest.mark.parametrize(
+    ("policy", "prefix_cache", "p10", "p50", "p90", "descriptors"),
+    [
+        ("vllm", True, 0.99, 1.0, 1.0, 0.95),
+        ("vllm", False, 0.36, 0.52, 0.59, 0.94),
+        ("lowest-any", True, 0.05, 0.16, 0.32, 0.24),
+        ("lowest-free", False, 0.05, 0.16, 0.32, 0.24),
+    ],
+)
+def test_published_figures_of_the_azure_trace(
+    policy: str, prefix_cache: bool, p10: float, p50: float, p90: float, descriptors: float
+) -> None:
+    """docs/policies.md, 8,000 blocks, 2 % headroom."""
+    report = simulate(
+        load_workload("azure-conv"), policies=[policy], blocks=8_000, headroom=0.02, prefix_cache=prefix_cache
+    )
+    result = report.policies[policy]
+    found = result.settled_fragmentation_rate
+    assert (found.p10, found.p50, found.p90) == pytest.approx((p10, p50, p90), abs=0.01)
+    assert result.descriptors_per_block == pytest.approx(descriptors, abs=0.01)
+
+
+@pytest.mark.parametrize(
     ("mask", "starts", "lengths"),
     [([], [], []), ([0], [], []), ([1], [0], [1]), ([1, 1, 0, 1], [0, 3], [2, 1]), ([0, 1, 1, 0], [1], [2])],
 )
