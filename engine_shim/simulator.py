@@ -102,6 +102,8 @@ def simulate(
         raise SettingsError(f"blocks={blocks}: the simulated pool has at least one block")
     if max_sequences < 1:
         raise SettingsError(f"max_sequences={max_sequences}: at least one sequence must be able to run")
+    if not policies:
+        raise SettingsError(f"no policy to simulate; choose from {', '.join(POLICIES)}")
     results: dict[str, PolicyResult] = {}
     rejected = 0
     for policy in policies:

@@ -115,7 +115,12 @@ def test_prefix_hits_stop_before_the_last_token() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"blocks": 0}, "blocks=0"), ({"max_sequences": 0}, "max_sequences=0"), ({"policies": ["best"]}, "'best'")],
+    [
+        ({"blocks": 0}, "blocks=0"),
+        ({"max_sequences": 0}, "max_sequences=0"),
+        ({"policies": ["best"]}, "'best'"),
+        ({"policies": []}, "no policy"),
+    ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, object], named: str) -> None:
     with pytest.raises(SettingsError, match=named):
