@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from engine_shim.layout import BlockState
 from engine_shim.observer import NullObserver
@@ -16,6 +17,21 @@ from engine_shim.workload import TraceRequest, Workload
 
 EngineMaker = Callable[..., Engine]
 Server = Callable[..., None]
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the KV memory lies: each test that asks for it runs once on each kind of device that is there."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture

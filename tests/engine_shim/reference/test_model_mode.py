@@ -62,20 +62,21 @@ def contiguous(engine: Engine, queued: list[Sequence]) -> list[list[int]]:
     ]
 
 
-def test_tokens_equal_those_of_a_contiguous_cache(make_engine: EngineMaker) -> None:
-    engine = make_engine(**SETTINGS, blocks=44, headroom=0.0, limits=Limits(8, 96))
+def test_tokens_equal_those_of_a_contiguous_cache(make_engine: EngineMaker, device: str) -> None:
+    engine = make_engine(**SETTINGS, blocks=44, headroom=0.0, limits=Limits(8, 96), device=device)
     queued = sequences(6)
     finish(engine, queued)
     report = engine.report()
+    assert engine.cache.device.type == device
     assert report.prefix_hit_tokens > 0
     assert report.preemptions > 0
     assert outputs(queued) == contiguous(engine, queued)
 
 
-def test_swapped_blocks_change_the_tokens(make_engine: EngineMaker) -> None:
+def test_swapped_blocks_change_the_tokens(make_engine: EngineMaker, device: str) -> None:
     """Two sequences hold each other's block. (Within one table an order of full blocks says nothing: positions are
     rotated into the keys.)"""
-    engine = make_engine(**SETTINGS, blocks=128)
+    engine = make_engine(**SETTINGS, blocks=128, device=device)
     queued = sequences(2)
 
     def swap(step: int) -> None:
@@ -112,13 +113,3 @@ def test_forks_need_their_copies(make_engine: EngineMaker, monkeypatch: pytest.M
         same.append(member.tokens[41:].tolist() == wanted)
     assert sequence.tokens[40] != branch.tokens[40]
     assert all(same) is not left_out
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_tokens_equal_on_cuda(make_engine: EngineMaker) -> None:
-    engine = make_engine(**SETTINGS, blocks=44, headroom=0.0, limits=Limits(8, 96), device="cuda")
-    queued = sequences(6)
-    finish(engine, queued)
-    assert engine.cache.device.type == "cuda"
-    assert outputs(queued) == contiguous(engine, queued)

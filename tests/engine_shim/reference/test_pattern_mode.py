@@ -19,9 +19,9 @@ Server = Callable[..., None]
 
 @pytest.mark.parametrize("policy", ["vllm", "fifo", "lowest-free", "lowest-any"])
 def test_contents_hold_over_preemption_hits_and_forks(
-    make_engine: EngineMaker, serve: Server, crowd: list[TraceRequest], policy: str
+    make_engine: EngineMaker, serve: Server, crowd: list[TraceRequest], policy: str, device: str
 ) -> None:
-    engine = make_engine(policy=policy, verify_every=1, samples=2)
+    engine = make_engine(policy=policy, verify_every=1, samples=2, device=device)
     serve(engine, crowd, samples=2)
     report = engine.report()
     assert engine.verify_all() == []

@@ -40,8 +40,8 @@ def drain(engine: Engine) -> None:
     engine.serve(iter(()), Pace(), until_idle=True)
 
 
-def test_a_file_holds_the_blocks(make_engine: EngineMaker, tmp_path: Path) -> None:
-    engine = make_engine(policy="lowest-any", transfer_folder=tmp_path)
+def test_a_file_holds_the_blocks(make_engine: EngineMaker, tmp_path: Path, device: str) -> None:
+    engine = make_engine(policy="lowest-any", transfer_folder=tmp_path, device=device)
     (wanted,) = until_finished(engine, TraceRequest(7, 0.0, 100, 20))
     drain(engine)
     header, blocks = receive(io.BytesIO((tmp_path / "7.kv").read_bytes()))
