@@ -1,0 +1,116 @@
+"""How long a scrape of /metrics takes with 32 engines: HTTP round trips to a real agent beside real maps.
+
+Each of 500 requests waits a random time up to 0.1 s, so that many meet a text that is not rendered yet, or a sampler at
+work. Half of them keep one connection, as Prometheus does; half open their own.
+
+    python benchmarks/metrics.py [--engines 32] [--requests 500] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import _agent, _engines  # noqa: E402 - needs the path above
+
+BAR_MS = 40.0
+LEAST_SERIES = 100
+BLOCKS = 10_000
+STEPS_PER_SECOND = 2.0
+
+
+def scrape(connection: http.client.HTTPConnection) -> tuple[float, bytes]:
+    """Milliseconds from the request to the last byte, and the text."""
+    began = time.perf_counter()
+    connection.request("GET", "/metrics")
+    response = connection.getresponse()
+    text = response.read()
+    taken = (time.perf_counter() - began) * 1e3
+    if response.status != 200:
+        sys.exit(f"/metrics answered {response.status}")
+    return taken, text
+
+
+def check(text: bytes, engines: int) -> int:
+    """Series of the engine that has fewest. Ends the benchmark where a series stands twice or an engine is missing."""
+    series = [line.rpartition(b" ")[0] for line in text.splitlines() if not line.startswith(b"#")]
+    if len(set(series)) != len(series):
+        sys.exit("a series stands twice in /metrics")
+    each = [sum(f'engine_id="engine-{i}"'.encode() in line for line in series) for i in range(engines)]
+    if min(each) < LEAST_SERIES:
+        sys.exit(f"an engine has only {min(each)} series")
+    return min(each)
+
+
+def main() -> int:
+    """Show the table; the result is the exit status, 1 where the bar is missed."""
+    parser = argparse.ArgumentParser(description="Time scrapes of an agent that watches many engines.")
+    parser.add_argument("--engines", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    dice = random.Random(3)
+    taken = []
+    with tempfile.TemporaryDirectory(prefix="kvatlas-bench-", dir=_memory_folder()) as folder:
+        engines = _engines.start(Path(folder), options.engines, BLOCKS, STEPS_PER_SECOND)
+        agent, port = _agent.start(Path(folder))
+        try:
+            kept = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            deadline = time.monotonic() + 30
+            while f'engine_id="engine-{options.engines - 1}"'.encode() not in scrape(kept)[1]:
+                if time.monotonic() > deadline:
+                    sys.exit("the agent did not see all engines")
+                time.sleep(0.1)
+            for number in range(options.requests):
+                time.sleep(dice.uniform(0, 0.1))
+                if number % 2:
+                    milliseconds, text = scrape(kept)
+                else:
+                    fresh = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+                    milliseconds, text = scrape(fresh)
+                    fresh.close()
+                taken.append(milliseconds)
+            least = check(text, options.engines)
+        finally:
+            for process in (agent, engines):
+                process.terminate()
+                process.wait(10)
+    taken.sort()
+    p50, p90, p99 = (taken[min(len(taken) - 1, int(len(taken) * q))] for q in (0.5, 0.9, 0.99))
+    met = p99 <= BAR_MS
+    print(f"{'engines':>8}{'series each':>12}{'bytes':>9}{'p50 ms':>8}{'p90 ms':>8}{'p99 ms':>8}{'worst':>8}{'bar':>6}")
+    print(
+        f"{options.engines:>8}{least:>12}{len(text):>9}{p50:>8.1f}{p90:>8.1f}{p99:>8.1f}{taken[-1]:>8.1f}{BAR_MS:>6.0f}"
+        f"{'' if met else '  MISSED'}"
+    )
+    if options.json:
+        result = {
+            "engines": options.engines,
+            "requests": options.requests,
+            "series_each": least,
+            "bytes": len(text),
+            "p50_ms": p50,
+            "p90_ms": p90,
+            "p99_ms": p99,
+            "max_ms": taken[-1],
+            "bar_ms": BAR_MS,
+        }
+        options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    return 0 if met else 1
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
