@@ -56,43 +56,50 @@ class Follower:
     fault: str = ""  # why the last poll gave no new snapshot; "" where it did
     _source: MapSource | None = field(default=None, repr=False)
     _torn_reads: int = 0
+    _whole_unix: float = 0.0  # when the last whole snapshot was read
     _hopeless: bool = False  # the contents are wrong: only another file can help
     _previous_tokens: tuple[float, int, int] | None = None  # time, incarnation, tokens written
 
     def poll(self, now_unix: float) -> PoolSample | None:
         """A new sample; where the map cannot be read, the last one with a state that says so, None if there is none."""
-        if self._hopeless:
-            return self.latest
+        if self._hopeless or (self.latest is not None and self.latest.state == "gone"):
+            return self.latest  # nobody writes to it any more
         began = self.clock.monotonic()
         try:
             if self._source is None:
                 self._source = self.open_map(self.found.path)
-            source = self._source
-            try:
-                snapshot = source.read(READ_TIMEOUT_SECONDS)
-                self.fault = ""
-            except MapUnavailable as error:
-                self._torn_reads += 1
-                self.fault = str(error)
-                if self.latest is None:
-                    return None
-                # A writer that is busy, or was stopped in the middle of a publish, still has these two.
-                snapshot = replace(
-                    self.latest.snapshot, flags=source.flags(), heartbeat_unix_ns=source.heartbeat_unix_ns()
-                )
-            alive = source.writer_alive()
-        except MapUnavailable as error:
-            self.fail(error)
-            return self.latest
-        except (MapCorrupt, OSError) as error:
+            # Asked before the read: a writer that is gone by now has written its last, and the read gets all of it.
+            alive = self._source.writer_alive()
+            snapshot, torn_seconds = self._read(self._source, alive, now_unix)
+        except (MapUnavailable, MapCorrupt, OSError) as error:
             self._hopeless = isinstance(error, MapCorrupt)
             self.fail(error)
             return self.latest
-        judgement = judge(snapshot, writer_alive=alive, now_unix=now_unix, limits=self.limits)
-        if self.fault and judgement.state != "gone":
-            judgement = replace(judgement, reason=f"{judgement.reason or 'last whole snapshot shown'} ({self.fault})")
-        self.latest = self._analyse(snapshot, judgement, now_unix, began)
+        self.fault = ""
+        judgement = judge(
+            snapshot, writer_alive=alive, now_unix=now_unix, limits=self.limits, torn_seconds=torn_seconds
+        )
+        self.latest = self._analyse(snapshot, judgement, torn_seconds > 0, now_unix, began)
         return self.latest
+
+    def _read(self, source: MapSource, alive: bool, now_unix: float) -> tuple[MapSnapshot, float]:
+        """A whole snapshot; else the last one with the flags and the heartbeat of now, and how old it is in seconds.
+
+        Raises MapUnavailable where there is no last one.
+        """
+        try:
+            snapshot = source.read(READ_TIMEOUT_SECONDS)
+        except MapUnavailable as error:
+            self._torn_reads += 1
+            if self.latest is None:
+                if alive:
+                    raise
+                raise MapCorrupt(f"{error}; its writer died while it published") from error
+            heartbeat = source.heartbeat_unix_ns()
+            snapshot = replace(self.latest.snapshot, flags=source.flags(), heartbeat_unix_ns=heartbeat)
+            return snapshot, max(now_unix - self._whole_unix, 0.001)
+        self._whole_unix = now_unix
+        return snapshot, 0.0
 
     def fail(self, error: Exception) -> None:
         """The map cannot be read: keep the last numbers, say so, and close it so that the next poll opens it anew."""
@@ -118,7 +125,9 @@ class Follower:
             self._source.close()
             self._source = None
 
-    def _analyse(self, snapshot: MapSnapshot, judgement: Judgement, now_unix: float, began: float) -> PoolSample:
+    def _analyse(
+        self, snapshot: MapSnapshot, judgement: Judgement, torn: bool, now_unix: float, began: float
+    ) -> PoolSample:
         last = self.latest
         if (
             last is not None
@@ -130,7 +139,8 @@ class Follower:
             report, waste = analyze(snapshot.states), measure_waste(snapshot)
         awake = not snapshot.flags.sleeping
         rate = self._tokens_per_second(snapshot, now_unix)
-        if judgement.state not in ("gone", "unreadable"):
+        # Nothing is remembered of a time that nothing is known about.
+        if judgement.state in ("live", "stalled", "sleeping") and not torn:
             self.history.append(
                 self.found.id,
                 now_unix,

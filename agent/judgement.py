@@ -27,14 +27,22 @@ class Judgement:
     reason: str
 
 
-def judge(snapshot: MapSnapshot, *, writer_alive: bool, now_unix: float, limits: Limits) -> Judgement:
+def judge(
+    snapshot: MapSnapshot, *, writer_alive: bool, now_unix: float, limits: Limits, torn_seconds: float = 0.0
+) -> Judgement:
     """The state of an engine with a readable map.
 
     A hung engine keeps its heartbeat thread, so *stalled* is judged by steps while requests run; a stopped process
     loses the heartbeat too and is *stalled* by the same rule, or *stale* where it had nothing to do. A writer that
     holds no lock on its map any more is *gone*, however it ended.
+
+    `torn_seconds` is how long no whole snapshot could be had, so that `snapshot` is an old one, of which only flags and
+    heartbeat are of now. Whether steps end cannot be told meanwhile; a heartbeat speaks for them.
     """
-    step_age = _age(now_unix, max(snapshot.last_step_unix_ns, snapshot.identity.created_unix_ns))
+    last_sign_ns = max(snapshot.last_step_unix_ns, snapshot.identity.created_unix_ns)
+    if torn_seconds > 0:
+        last_sign_ns = max(last_sign_ns, snapshot.heartbeat_unix_ns)
+    step_age = _age(now_unix, last_sign_ns)
     heartbeat_age = _age(now_unix, snapshot.heartbeat_unix_ns)
     publish_age = _age(now_unix, snapshot.published_unix_ns)
     silent = heartbeat_age >= limits.stale_seconds
@@ -50,7 +58,9 @@ def judge(snapshot: MapSnapshot, *, writer_alive: bool, now_unix: float, limits:
         )
     if silent:
         return Judgement("stale", f"no heartbeat for {heartbeat_age:.0f} s")
-    if snapshot.running_requests > 0 and publish_age >= limits.publish_seconds:
+    if torn_seconds >= limits.stale_seconds:
+        return Judgement("stale", f"no whole snapshot could be had for {torn_seconds:.0f} s")
+    if torn_seconds == 0 and snapshot.running_requests > 0 and publish_age >= limits.publish_seconds:
         return Judgement("stale", f"nothing published for {publish_age:.0f} s")
     return Judgement("live", "")
 

@@ -39,6 +39,13 @@ LIMITS = Limits(stall_seconds=3, stale_seconds=5, publish_seconds=10)
         pytest.param({"alive": False}, "gone", "without closing", id="killed"),
         pytest.param({"alive": False, "flags": MapFlags(closing=True)}, "gone", "in good order", id="closed"),
         pytest.param({"age": 9, "running": 1, "alive": False}, "gone", "without closing", id="gone beats stalled"),
+        pytest.param({"age": 4, "running": 1, "torn": 4}, "live", "", id="a restless writer"),
+        pytest.param(
+            {"age": 6, "running": 1, "torn": 6}, "stale", "no whole snapshot", id="a restless writer for long"
+        ),
+        pytest.param(
+            {"age": 4, "running": 1, "heartbeat": 4, "torn": 4}, "stalled", "no step", id="stopped while it published"
+        ),
         pytest.param(
             {"age": 11, "running": 1, "step": 0.5, "heartbeat": 0.5}, "stale", "nothing published", id="steps unseen"
         ),
@@ -54,7 +61,13 @@ def test_judge(case: dict[str, object], state: str, reason: str, make_snapshot: 
         heartbeat_unix_ns=int((now - float(case.get("heartbeat", 0))) * 1e9),  # type: ignore[arg-type]
         last_step_unix_ns=int((now - float(case.get("step", age))) * 1e9),  # type: ignore[arg-type]
     )
-    judgement = judge(snapshot, writer_alive=bool(case.get("alive", True)), now_unix=now, limits=LIMITS)
+    judgement = judge(
+        snapshot,
+        writer_alive=bool(case.get("alive", True)),
+        now_unix=now,
+        limits=LIMITS,
+        torn_seconds=float(case.get("torn", 0)),  # type: ignore[arg-type]
+    )
     assert judgement.state == state
     assert reason in judgement.reason
     assert (judgement.reason == "") == (state == "live")

@@ -257,6 +257,56 @@ def test_a_map_cut_short_while_it_is_read(start_engine: Start, make_sampler: Mak
     assert bad.id not in sampler.tick().samples
 
 
+def test_a_writer_that_stops_and_dies_while_it_publishes(
+    start_engine: Start, make_sampler: MakeSampler, wait_until: Callable[..., Any]
+) -> None:
+    """No whole snapshot can be had any more; the last one is kept, and its age is told."""
+    sampler = make_sampler()
+    engine = start_engine()
+    fill(engine)
+    assert sampler.tick().samples[engine.id].state == "live"
+    engine.send_signal(signal.SIGSTOP)
+    header = np.frombuffer(engine.path.read_bytes()[: HEADER.itemsize], HEADER)[0]
+    with engine.path.open("r+b") as file:
+        file.seek(int(header["live_offset"]))
+        sequence = int.from_bytes(file.read(8), "little")
+        file.seek(int(header["live_offset"]))
+        file.write((sequence + 1).to_bytes(8, "little"))
+    torn = sampler.tick().samples[engine.id]
+    assert (torn.state, torn.torn_reads) == ("live", 1)
+    assert sampler.view.unreadable == ()
+    stalled = wait_until(lambda: (s := sampler.tick().samples[engine.id]).state == "stalled" and s, within=5.0)
+    assert stalled.report.used_blocks == 4
+    engine.kill()
+    gone = sampler.tick().samples[engine.id]
+    assert (gone.state, gone.report.used_blocks) == ("gone", 4)
+    late = make_sampler().tick()
+    assert late.samples == {}
+    assert "its writer died while it published" in late.unreadable[0]
+
+
+def test_cached_prefixes_are_no_leak(start_engine: Start, make_sampler: MakeSampler) -> None:
+    """24 requests come and go; what they leave is cached, allocatable and in no live count."""
+    engine = start_engine(total_blocks=100)
+    sampler = make_sampler()
+    engine.step_ended(0, 0)
+    assert sampler.tick().samples[engine.id].report.used_blocks == 0
+    for request in range(24):
+        owner = engine.open_owner(f"request-{request}")
+        blocks = [2 * request, 2 * request + 1]
+        engine.allocated(blocks, owner)
+        engine.wrote(blocks, [16, 16], 32)
+        engine.cached(blocks, owner)
+        engine.close_owner(owner)
+    engine.step_ended(0, 0)
+    sample = sampler.tick().samples[engine.id]
+    assert (sample.report.used_blocks, sample.report.cached_blocks, sample.report.free_blocks) == (0, 48, 52)
+    assert sample.report.allocatable_blocks == 100
+    assert sample.report.fragmentation_rate == 0.0
+    assert sample.waste is not None
+    assert sample.waste.tokens == 0
+
+
 def test_a_fault_of_ours_with_one_map_costs_no_other_its_sample(start_engine: Start, make_sampler: MakeSampler) -> None:
     bad, good = start_engine(engine_id="bad"), start_engine(engine_id="good")
 
