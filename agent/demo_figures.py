@@ -11,13 +11,13 @@ from engine_shim.errors import SettingsError
 from engine_shim.workload import Workload
 
 TOKENS_PER_SECOND = 30.0  # decoding of one sequence
-LIVE_SHARE = 0.41  # wanted mean of used over usable blocks
+LIVE_SHARE = 0.36  # decoding alone; prefill and transfers add about a tenth
 BLOCK_TOKENS = 16
 LEAST_BLOCKS, MOST_BLOCKS = 1024, 131_072
 
 
 def suggest_blocks(workload: Workload) -> int:
-    """Blocks that make the trace's mean live share about LIVE_SHARE, to whole hundreds.
+    """Blocks of which decoding sequences hold LIVE_SHARE on average, to whole hundreds.
 
     Little's law: mean live tokens = sum over requests of (tokens held on average * seconds held) / trace seconds. No
     pool is smaller than two of the largest requests; traces without end in sight get the largest.
