@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -79,9 +80,9 @@ class EngineFigures:
 
 
 def require_positive(name: str, value: float | None) -> None:
-    """SettingsError where a given number is not above 0."""
-    if value is not None and not value > 0:
-        raise SettingsError(f"{name}={value} must be above 0")
+    """SettingsError where a given number is not above 0, or is no number."""
+    if value is not None and not 0 < value < math.inf:
+        raise SettingsError(f"{name}={value} must be above 0, and finite")
 
 
 def _rounded(values: list[float]) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -31,10 +32,10 @@ class Pace:
     tokens_per_second: float = 30.0  # of one sequence; 0 where only the hardware is the limit
 
     def __post_init__(self) -> None:
-        if self.speed <= 0:
-            raise SettingsError(f"speed={self.speed} must be above 0; 1 is real time")
-        if self.tokens_per_second < 0:
-            raise SettingsError(f"tokens_per_second={self.tokens_per_second} must not be negative; 0 is unbounded")
+        if not 0 < self.speed < math.inf:
+            raise SettingsError(f"speed={self.speed} must be above 0, and finite; 1 is real time")
+        if not 0 <= self.tokens_per_second < math.inf:
+            raise SettingsError(f"tokens_per_second={self.tokens_per_second} must be 0 or more; 0 is unbounded")
 
     @property
     def step_seconds(self) -> float:

@@ -191,6 +191,7 @@ def test_an_engine_that_dies_is_told_and_ends_the_demo(start: Callable[..., Demo
     ("flags", "status", "message"),
     [
         (["--trace", "nowhere.jsonl"], 1, "error: nowhere.jsonl does not exist"),
+        (["--speed", "nan"], 2, "error: speed=nan must be above 0, and finite"),
         (["--speed", "0"], 2, "error: speed=0.0 must be above 0"),
         (["--seconds", "-1"], 2, "error: seconds=-1.0 must be above 0"),
         (["--dashboard-listen", "8501"], 2, "error: '8501' is not an address"),
