@@ -227,9 +227,11 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.copy_on_write(block)
         else:
             (fresh,) = self.model.choose(1)
+            before = self.observer.counters["copy_on_write"]
             assert self.pool.copy_on_write(block) == Allocation([fresh], [(block, fresh)])
             self.model.take([fresh])
             table[index] = fresh
+            assert self.observer.counters["copy_on_write"] == before + 1
 
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
@@ -423,6 +425,54 @@ def test_the_first_of_duplicate_hashes_is_found_until_it_is_evicted() -> None:
     assert pool.find_prefix([9]) == [first]
     pool.allocate(1)  # evicts the first
     assert pool.find_prefix([9]) == [second]
+    pool.release([second])
+    pool.allocate(1)
+    assert pool.find_prefix([9]) == []
+
+
+def test_a_hit_tells_each_blocks_place_though_some_are_in_use() -> None:
+    observer = FollowingObserver(4)
+    pool = BlockPool(4, headroom=0, observer=observer)
+    blocks = pool.allocate(3, owner=1).blocks
+    pool.register_blocks(blocks, [10, 11, 12])
+    pool.release(blocks[1:])
+    pool.acquire(pool.find_prefix([10, 11, 12]), owner=2, position=5)
+    assert [observer.places[block] for block in blocks] == [(1, 0), (2, 6), (2, 7)]
+
+
+def test_callers_may_do_what_they_like_with_their_lists() -> None:
+    """What an observer was given stays as it was; it reads it at the end of the step."""
+
+    class Keeping(FollowingObserver):
+        def __init__(self, blocks: int) -> None:
+            super().__init__(blocks)
+            self.kept: list[tuple[Sequence[int], list[int]]] = []
+
+        def _move(self, blocks: Sequence[int], before: set[BlockState], after: BlockState) -> None:
+            super()._move(blocks, before, after)
+            self.kept.append((blocks, list(blocks)))
+
+        def shared(self, blocks: Sequence[int], owner: int = 0) -> None:
+            super().shared(blocks, owner)
+            self.kept.append((blocks, list(blocks)))
+
+    observer = Keeping(6)
+    pool = BlockPool(6, headroom=0, observer=observer)
+    table = pool.allocate(3).blocks
+    hashed = pool.allocate(1).blocks
+    pool.register_blocks(hashed, [8])
+    lists = [list(table), list(table), list(table), list(table), list(hashed), list(hashed)]
+    pool.fork(lists[0])
+    pool.pin(lists[1])
+    pool.unpin(lists[2])
+    pool.release(lists[3])
+    pool.release(lists[4])
+    pool.acquire(lists[5])
+    pool.release(last := list(table))
+    for given in (*lists, last, table, hashed):
+        given.clear()
+    assert len(observer.kept) == 8
+    assert all(list(sequence) == before for sequence, before in observer.kept)
 
 
 def test_half_filled_blocks_are_whole_blocks_to_the_pool() -> None:

@@ -93,6 +93,14 @@ def test_preempted_sequences_come_to_their_end() -> None:
         assert result.prefix_query_tokens == 160  # readmissions ask again but are not counted again
 
 
+def test_a_preempted_sequence_gets_the_headroom_once_it_is_alone() -> None:
+    """20 blocks, 8 of them headroom. The second is preempted with 15 blocks of tokens: too many for a new sequence."""
+    requests = workload((0.0, 16, 100), (0.0, 176, 140))
+    result = simulate(requests, policies=["vllm"], blocks=20, headroom=0.4, prefix_cache=False).policies["vllm"]
+    assert result.preemptions == 1
+    assert result.allocated_blocks > 20
+
+
 def test_at_most_so_many_sequences_run() -> None:
     requests = workload(*[(0.0, 16, 15)] * 6)
     assert [
