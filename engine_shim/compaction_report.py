@@ -1,0 +1,63 @@
+"""What one run of compaction did: predicted beside realised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+
+class Outcome(Enum):
+    """How a run ended."""
+
+    REACHED = "reached"  # fragmentation is at the target, or was already
+    BEST = "best"  # the best that pins or the budget of moves leave is done, and the target not met
+    PARTIAL = "partial"  # less than was planned: moves dropped, blocks allocated in the window, or out of time
+    ABORTED = "aborted"  # somebody stopped it
+    REFUSED = "refused"  # the engine does not allow moving, or it is switched off; nothing was moved
+    FAILED = "failed"  # something raised or a check failed; `reason` has the cause
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A pool at one end of a run. Lengths are blocks; None where it is not known (or nothing is allocatable)."""
+
+    fragmentation: float | None = None
+    largest_run: int | None = None
+    sequence_runs: int | None = None  # contiguous runs over all live sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompactionReport:
+    """One run, from its start to its end. Counts are blocks unless named otherwise.
+
+    `predicted` is the first plan's. `longest_stall_seconds` is the longest that one step boundary was held up;
+    `moving_seconds` is the sum of all. `given_back_bytes` is for a consumer that returns memory after the run to fill
+    in; None where none did.
+    """
+
+    outcome: Outcome
+    reason: str
+    planned_moves: int
+    moved_blocks: int
+    moved_bytes: int
+    dropped: Mapping[str, int]  # by mover.Drop's name
+    chunks: int
+    replans: int
+    allocated_in_window: int  # blocks that the engine handed out where room was being made
+    verified_blocks: int  # moved blocks whose contents were compared
+    seconds: float
+    moving_seconds: float
+    longest_stall_seconds: float
+    before: Measured
+    predicted: Measured
+    after: Measured
+    cached_lost_predicted: int
+    cached_lost: int
+    given_back_bytes_predicted: int | None = None
+    given_back_bytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as an audit log or a socket message holds them."""
+        return {**asdict(self), "outcome": self.outcome.value, "dropped": dict(self.dropped)}
