@@ -13,6 +13,7 @@ from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from agent import presenter, wire
+from agent.cells import map_cells
 from agent.docs_page import render_docs
 from agent.exporter import CONTENT_TYPE, Exporter
 from agent.history import MAX_POINTS, METRICS, History
@@ -52,7 +53,14 @@ class ApiError(HTTPException):
 
 def create_app(context: ApiContext) -> FastAPI:
     """A new application with metrics of its own; any number may live in one process."""
-    app = FastAPI(title="KVAtlas agent", version=context.version, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="KVAtlas agent",
+        version=context.version,
+        docs_url=None,
+        redoc_url=None,
+        # Named as a range, so that FastAPI's own 422, which is never sent, is not documented.
+        responses={"4XX": {"model": wire.ErrorBody}, "5XX": {"model": wire.ErrorBody}},
+    )
     exporter = Exporter(context.view, clock=context.clock)
     _add_error_handlers(app)
     _add_probes(app, context, exporter)
@@ -132,7 +140,7 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
     @app.get("/v1/engines/{id}/map", response_model=wire.MapCells, tags=["engines"])
     async def cells(id: PoolId, cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS) -> Response:
         """The heatmap: the pool in at most `cells` cells of consecutive blocks."""
-        return _json(presenter.map_cells(sample(id), cells, context.clock.wall()))
+        return _json(map_cells(sample(id), cells, context.clock.wall()))
 
     @app.get("/v1/engines/{id}/blocks", response_model=wire.BlockPage, tags=["engines"])
     async def blocks(

@@ -7,9 +7,9 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from agent.judgement import Limits
@@ -18,6 +18,7 @@ from engine_shim.errors import SettingsError
 
 ENV_PREFIX = "KVATLAS_"
 DEFAULT_LISTEN = "127.0.0.1:9477"
+MAX_HISTORY_SAMPLES = 86_400  # 4 MB a pool
 
 
 class AgentSettings(BaseSettings):
@@ -52,6 +53,17 @@ class AgentSettings(BaseSettings):
     def _listen_is_an_address(cls, value: str) -> str:
         parse_address(value)
         return value
+
+    @model_validator(mode="after")
+    def _history_fits(self) -> Self:
+        samples = self.history_seconds / self.interval_seconds
+        if samples > MAX_HISTORY_SAMPLES:
+            pair = f"history_seconds={self.history_seconds:g} with interval_seconds={self.interval_seconds:g}"
+            raise ValueError(
+                f"{pair} is {samples:,.0f} samples a pool; at most {MAX_HISTORY_SAMPLES:,}:"
+                " take a longer interval or less history"
+            )
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -172,7 +184,9 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _describe(problem: Mapping[str, Any], source: Mapping[str, str]) -> str:
-    name = str(problem["loc"][0]) if problem["loc"] else "settings"
+    if not problem["loc"]:
+        return str(problem["msg"]).removeprefix("Value error, ")
+    name = str(problem["loc"][0])
     value = "(hidden)" if name == "token" else repr(problem.get("input"))
     where = source.get(name, "by default")
     advice = str(problem["msg"]).removeprefix("Value error, ")

@@ -191,7 +191,7 @@ def test_a_method_that_is_not_there(world: World) -> None:
 
 
 def test_a_fault_of_ours_has_the_same_shape(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.presenter.map_cells", lambda *_: 1 / 0)
+    monkeypatch.setattr("agent.api.map_cells", lambda *_: 1 / 0)
     assert error_of(world.client.get(f"/v1/engines/{ID}/map"), 500).error == "internal"
 
 
@@ -226,6 +226,7 @@ def test_docs_list_every_path_and_fetch_nothing(world: World) -> None:
     page = world.client.get("/docs").text
     schema = world.client.get("/openapi.json").json()
     assert {"/metrics", "/healthz", "/readyz", "/v1/engines", "/v1/engines/{id}/history"} <= set(schema["paths"])
+    assert "HTTPValidationError" not in json.dumps(schema)
     for path in schema["paths"]:
         assert f"GET {path}" in page
     assert not re.search(r"https?://|src=|@import|url\(", page)

@@ -41,6 +41,11 @@ def test_an_empty_variable_counts_as_not_set() -> None:
         ({"log_level": "loud"}, {}, ["log_level='loud'", "'warning'"]),
         ({"token": "a", "token_file": "b"}, {}, ["token and token_file are both given on the command line"]),
         ({"token": ""}, {}, ["token is empty"]),
+        (
+            {"history_seconds": 86_400},
+            {"KVATLAS_INTERVAL_SECONDS": "0.1"},
+            ["864,000 samples a pool", "longer interval"],
+        ),
     ],
 )
 def test_wrong_values_are_named_with_their_source(

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agent.cells import UNKNOWN_STATE, map_cells
 from agent.forecast import ExhaustionForecast
 from agent.fragmentation import analyze
 from agent.model import PoolSample, measure_waste, oldest_pinned
-from agent.presenter import UNKNOWN_STATE, block_page, map_cells, request_page, summarize
+from agent.presenter import block_page, request_page, summarize
 from agent.wire import STATE_NAMES, MapCells
 from engine_shim.snapshot import MapFlags, MapSnapshot, OwnerEntry
 
