@@ -144,6 +144,8 @@ class BlockPool:
             left = len(private) - len(given)
             private.difference_update(given)
             if len(private) == left:
+                if not given:
+                    return
                 self._policy.give_free(given)
                 self._observer.freed(given, owner)
                 return
