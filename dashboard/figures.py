@@ -163,12 +163,12 @@ def fragmentation_history(rate: History, strict: History, *, threshold: float, t
     strict_times, strict_mean = _series(strict, "mean")
     plain = {"mode": "lines", "connectgaps": False}
     figure = go.Figure()
-    figure.add_scatter(x=times, y=high, line={"width": 0}, showlegend=False, hoverinfo="skip", **plain)
+    band_times, band = _band(times, low, high)
     figure.add_scatter(
-        x=times,
-        y=low,
+        x=band_times,
+        y=band,
         line={"width": 0},
-        fill="tonexty",
+        fill="toself",
         fillcolor=f"rgba({','.join(str(c) for c in bytes.fromhex(theme.line[1:]))},0.18)",
         showlegend=False,
         hoverinfo="skip",
@@ -227,6 +227,20 @@ def _series(history: History, *which: str) -> list[NDArray[np.floating]]:
     breaks[:, 0] = table[after, 0] + 1000 * history.step_seconds
     table = np.insert(table, after + 1, breaks, axis=0)
     return [table[:, 0].round(), *(column.astype(np.float32) for column in table.T[1:])]
+
+
+def _band(
+    times: NDArray[np.floating], low: NDArray[np.floating], high: NDArray[np.floating]
+) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+    """The area between two lines as one polygon for each stretch without a gap, with NaN between polygons."""
+    xs: list[NDArray[np.floating]] = []
+    ys: list[NDArray[np.floating]] = []
+    measured = np.flatnonzero(~np.isnan(low))
+    for stretch in np.split(measured, np.flatnonzero(np.diff(measured) > 1) + 1):
+        if len(stretch):
+            xs += [times[stretch], times[stretch[::-1]], times[stretch[-1:]]]
+            ys += [high[stretch], low[stretch[::-1]], np.array([np.nan], dtype=low.dtype)]
+    return np.concatenate(xs or [times]), np.concatenate(ys or [low])
 
 
 def _base_layout(theme: Theme) -> dict[str, object]:

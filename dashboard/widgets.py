@@ -143,17 +143,18 @@ def _bar(shortest: int, runs: int, height: float) -> str:
 
 def holders_html(page: RequestPage, engine_block_bytes: int) -> str:
     """The sequences that hold most blocks."""
-    if not page.requests:
+    holders = [request for request in page.requests if request.blocks][:HOLDERS_SHOWN]
+    if not holders:
         return '<p class="kv-note">No sequence holds a block.</p>'
     rows = "".join(
         f'<tr><td title="{escape(request.request_id)}">{escape(shortened(request.request_id, 22))}</td>'
         f"<td>{count(request.blocks)}</td><td>{count(request.runs)}</td><td>{count(request.tokens)}</td>"
         f"<td>{size(request.blocks * engine_block_bytes)}</td><td>{duration(request.age_seconds)}</td></tr>"
-        for request in page.requests[:HOLDERS_SHOWN]
+        for request in holders
     )
     head = "<tr><th>request</th><th>blocks</th><th>runs</th><th>tokens</th><th>size</th><th>age</th></tr>"
-    more = page.total - min(len(page.requests), HOLDERS_SHOWN)
-    rest = f'<p class="kv-note">and {count(more)} more</p>' if more > 0 else ""
+    more = page.total - len(holders)
+    rest = f'<p class="kv-note">of {count(page.total)} sequences</p>' if more > 0 else ""
     return f'<table class="kv-table">{head}{rows}</table>{rest}'
 
 

@@ -169,6 +169,14 @@ class Stage:
         assert process.stdout.readline() == "ready\n"
         return PoolProcess(self.folder, engine_id, process)
 
+    def engine(self, engine_id: str, *flags: str) -> str:
+        """Id of the pool of a reference engine that serves a recorded trace."""
+        served = ["--engine-id", engine_id, "--map-folder", str(self.folder), "--loop", "--end-with-parent"]
+        self._start(["-m", "engine_shim.reference", *served, *flags])
+        name = f"{engine_id}.dp0.tp0.pp0.kv"
+        wait_until((self.folder / f"{name}.kvmap").exists, "the engine has made its map", 2 * START_SECONDS)
+        return name
+
     def agent(self, port: int | None = None, **settings: str) -> tuple[str, subprocess.Popen[str]]:
         """Address and process of an agent that watches the folder."""
         port = port or free_port()
@@ -202,6 +210,7 @@ class Stage:
 
     def _start(self, arguments: list[str], **streams: Any) -> subprocess.Popen[str]:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("KVATLAS_")}
+        environment["OMP_NUM_THREADS"] = "1"
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | streams
         process = subprocess.Popen([sys.executable, "-P", *arguments], text=True, env=environment, **streams)
         self._processes.append(process)

@@ -134,6 +134,47 @@ def test_the_map_is_there_and_follows_the_pool(world: dict[str, Any], window: Ca
     page.wait_for_function(f"before => document.querySelector('{PLOT}').layout.images[0].source !== before", arg=first)
 
 
+def test_a_recorded_trace_is_watched_live(
+    stage: Any, window: Callable[..., Window], eventually: Eventually, tmp_path: Path, repository_root: Path
+) -> None:
+    """The reference engine serves a trace; every state occurs. With KVATLAS_UPDATE_SCREENSHOTS=1 it is the README's
+    picture, once there are some minutes to be seen."""
+    update = os.environ.get("KVATLAS_UPDATE_SCREENSHOTS") == "1"
+    transfers = ["--transfer-dir", str(tmp_path), "--transfer-every", "4", "--transfer-rate", "4000000"]
+    size = ["--blocks", "16000", "--model-geometry", "stories260K", "--speed", "2" if update else "6"]
+    pool = stage.engine("demo-vllm", "--trace", "mooncake-conversation", *size, *transfers)
+    agent_url, _ = stage.agent()
+    home, _ = stage.dashboard(agent_url)
+    opened = window(home)
+    page = opened.open(pool)
+    opened.after_refreshes(1)
+    first = picture(opened)
+    with AgentClient(agent_url) as client:
+        seen: set[str] = set()
+
+        def every_state_was_seen() -> bool:
+            seen.update(name for name, blocks in client.engine(pool).blocks.model_dump().items() if blocks)
+            return seen >= {"free", "cached", "used", "pinned", "reserved"}
+
+        eventually(every_state_was_seen, "each of the five states occurs", 120)
+        assert picture(opened) != first
+        if update:
+            eventually(lambda: len(measured(client, pool)) > 200, "some minutes have passed", 300)
+            eventually(lambda: client.engine(pool).blocks.pinned, "something is in transfer", 120)
+    expect(page.locator(ALERTS)).to_have_count(0)
+    opened.after_refreshes(1)
+    folder = repository_root / "docs" / "images" if update else tmp_path
+    folder.mkdir(parents=True, exist_ok=True)
+    page.set_viewport_size({"width": 1280, "height": 980})
+    opened.after_refreshes(1)
+    page.screenshot(path=folder / "dashboard.png")
+
+
+def measured(client: AgentClient, pool: str) -> list[float]:
+    points = client.history(pool, "fragmentation", 300, points=300).points
+    return [point.mean for point in points if point.mean is not None]
+
+
 def test_zoom_and_node_outlive_refreshes(world: dict[str, Any], window: Callable[..., Window]) -> None:
     opened = window(world["dashboard"])
     page = opened.open(world["large"].id)

@@ -158,6 +158,13 @@ def test_what_was_not_measured_is_a_gap() -> None:
     assert mean.connectgaps is False
 
 
+def test_the_range_is_a_band_for_each_stretch_that_was_measured() -> None:
+    figure = trend(history([(100.0, 0.5), (101.0, 0.4), (102.0, None), (103.0, 0.7)]))
+    band = next(trace for trace in figure.data if trace.fill == "toself")
+    assert band.x.tolist() == [100_000, 101_000, 101_000, 100_000, 101_000, 103_000, 103_000, 103_000]
+    assert band.y == pytest.approx([0.6, 0.5, 0.4, 0.5, np.nan, 0.8, 0.7, np.nan], nan_ok=True)
+
+
 def test_an_empty_history_is_an_empty_figure() -> None:
     figure = trend(history([]))
     assert all(len(trace.x) == 0 for trace in figure.data)

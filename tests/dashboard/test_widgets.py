@@ -83,7 +83,23 @@ def test_ids_from_outside_are_escaped(summary: Summary) -> None:
     for html in pages:
         assert "<img" not in html
         assert "&lt;img" in html
-    assert "and 11 more" in pages[1]
+    assert "of 12 sequences" in pages[1]
+
+
+def test_sequences_that_wait_are_no_holders() -> None:
+    waiting = Request(
+        request_id="waits",
+        lora="",
+        cache_salt="",
+        tokens=0,
+        blocks=0,
+        exclusive_blocks=0,
+        runs=0,
+        tail_waste_tokens=0,
+        age_seconds=3.0,
+    )
+    page = RequestPage(id="x", sequence=2, total=1, requests=[waiting])
+    assert widgets.holders_html(page, 1024) == '<p class="kv-note">No sequence holds a block.</p>'
 
 
 def test_every_run_length_has_a_bar_that_can_be_seen() -> None:
