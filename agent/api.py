@@ -34,6 +34,7 @@ class ApiContext:
     """What the API serves from; the clock is the one that the samples were taken with."""
 
     view: Callable[[], AgentView]
+    exporter: Exporter
     history: History
     guard: WriteGuard
     version: str
@@ -52,7 +53,7 @@ class ApiError(HTTPException):
 
 
 def create_app(context: ApiContext) -> FastAPI:
-    """A new application with metrics of its own; any number may live in one process."""
+    """A new application; any number may live in one process."""
     app = FastAPI(
         title="KVAtlas agent",
         version=context.version,
@@ -61,9 +62,8 @@ def create_app(context: ApiContext) -> FastAPI:
         # Named as a range, so that FastAPI's own 422, which is never sent, is not documented.
         responses={"4XX": {"model": wire.ErrorBody}, "5XX": {"model": wire.ErrorBody}},
     )
-    exporter = Exporter(context.view, clock=context.clock)
     _add_error_handlers(app)
-    _add_probes(app, context, exporter)
+    _add_probes(app, context)
     _add_engines(app, context)
     return app
 
@@ -81,11 +81,11 @@ def require_writer(context: ApiContext) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _add_probes(app: FastAPI, context: ApiContext, exporter: Exporter) -> None:
+def _add_probes(app: FastAPI, context: ApiContext) -> None:
     @app.get("/metrics", tags=["metrics"], response_class=Response)
     async def metrics() -> Response:
         """Prometheus text format 0.0.4."""
-        return Response(exporter.render(), media_type=CONTENT_TYPE)
+        return Response(context.exporter.render(), media_type=CONTENT_TYPE)
 
     @app.get("/healthz", tags=["probes"])
     async def healthz() -> Response:

@@ -15,6 +15,7 @@ import uvicorn
 
 from agent.api import ApiContext, create_app
 from agent.config import AgentSettings
+from agent.exporter import Exporter
 from agent.history import MemoryHistory
 from agent.log import EventLog, configure_logging
 from agent.model import Clock
@@ -50,8 +51,11 @@ def run_agent(settings: AgentSettings) -> None:
         settings=settings.sampler(),
         clock=clock,
     )
+    exporter = Exporter(lambda: sampler.view, clock=clock)
+    sampler.subscribe(exporter.refresh)
     context = ApiContext(
         view=lambda: sampler.view,
+        exporter=exporter,
         history=history,
         guard=guard,
         version=__version__,

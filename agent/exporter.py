@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
@@ -18,8 +18,10 @@ PREFIX = "kvatlas_"
 # `rank` keeps apart the pools of one engine's ranks, which share the other three.
 LABELS = ("engine_id", "model", "pool", "rank")
 ORDERS = (1, 2, 4, 6, 8, 10, 12)
-# A rendered text serves until the next sample, but no longer than this: ages must grow when the sampler hangs.
-MAX_TEXT_AGE_SECONDS = 1.0
+# A text that is older is rendered anew: ages must grow also where the sampler hangs.
+MAX_TEXT_AGE_SECONDS = 2.0
+# While somebody scrapes, each sample is rendered as it is taken, so that a scrape need not wait for that.
+SCRAPED_LATELY_SECONDS = 60.0
 
 _COUNTER_HELP = {
     "tokens_written": "Tokens whose KV was written to the pool.",
@@ -52,22 +54,28 @@ class Exporter:
     """The text of /metrics. Each one has a registry of its own, so that any number may live in one process."""
 
     def __init__(self, view: Callable[[], AgentView], *, clock: Clock) -> None:
-        self._view = view
         self._clock = clock
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(PoolCollector(view, clock))
-        self._lock = threading.Lock()
-        self._text = b""
-        self._text_of = (-1, float("-inf"))  # generation and time of rendering
+        self._text: tuple[float, bytes] = (-math.inf, b"")  # when it was rendered; swapped as one
+        self._asked = -math.inf
 
     def render(self) -> bytes:
-        """Text format 0.0.4 of the latest view."""
-        generation, now = self._view().generation, self._clock.monotonic()
-        with self._lock:
-            if self._text_of[0] != generation or now - self._text_of[1] > MAX_TEXT_AGE_SECONDS:
-                self._text = render_text(self.registry.collect())
-                self._text_of = (generation, now)
-            return self._text
+        """Text format 0.0.4, at most MAX_TEXT_AGE_SECONDS old."""
+        now = self._asked = self._clock.monotonic()
+        rendered, text = self._text
+        return text if now - rendered <= MAX_TEXT_AGE_SECONDS else self._render(now)
+
+    def refresh(self) -> None:
+        """There is a new view: render it, if anybody asked lately. From any thread."""
+        now = self._clock.monotonic()
+        if now - self._asked <= SCRAPED_LATELY_SECONDS:
+            self._render(now)
+
+    def _render(self, now: float) -> bytes:
+        text = render_text(self.registry.collect())
+        self._text = (now, text)
+        return text
 
 
 def render_text(metrics: Iterable[Metric]) -> bytes:

@@ -49,10 +49,15 @@ class Sampler:
         self._expired: frozenset[tuple[int, int]] = frozenset()  # inodes of dead maps that left the view
         self._view = EMPTY_VIEW
         self._stopping = threading.Event()
+        self._listeners: list[Callable[[], None]] = []
 
     @property
     def view(self) -> AgentView:
         return self._view
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each tick, on the sampler's thread."""
+        self._listeners.append(listener)
 
     def run(self) -> None:
         """Tick at whole intervals; a tick that takes longer than one skips those it missed."""
@@ -105,6 +110,8 @@ class Sampler:
             folders=tuple(str(folder) for folder in folders),
             sample_seconds=self._clock.monotonic() - began,
         )
+        for listener in self._listeners:
+            listener()
         return self._view
 
     def _poll(self, follower: Follower, now_unix: float) -> PoolSample | None:

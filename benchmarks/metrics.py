@@ -1,7 +1,7 @@
 """How long a scrape of /metrics takes with 32 engines: HTTP round trips to a real agent beside real maps.
 
-Each of 500 requests waits a random time up to 0.1 s, so that many meet a text that is not rendered yet, or a sampler at
-work. Half of them keep one connection, as Prometheus does; half open their own.
+Each of 500 requests waits a random time up to 0.1 s, so that many meet a sampler at work. Half of them keep one
+connection, as Prometheus does; half open their own.
 
     python benchmarks/metrics.py [--engines 32] [--requests 500] [--json FILE]
 """

@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 
 from agent import wire
 from agent.api import ApiContext, create_app, require_writer
+from agent.exporter import Exporter
 from agent.forecast import ExhaustionForecast
 from agent.fragmentation import analyze
 from agent.history import METRICS, MemoryHistory
@@ -48,15 +49,17 @@ class World:
             read_seconds=0.001,
         )
         self.view = AgentView(3, NOW, MappingProxyType({ID: self.sample}), ("/x: not a map",), ("/maps",), 0.002)
+        clock = Clock(wall=lambda: self.now)
         self.context = ApiContext(
             view=lambda: self.view,
+            exporter=Exporter(lambda: self.view, clock=clock),
             history=self.history,
             guard=WriteGuard(token="secret", listens_on_loopback=True),
             version="1.2.3",
             interval_seconds=1.0,
             threshold=0.3,
             started_unix=NOW - 50,
-            clock=Clock(wall=lambda: self.now),
+            clock=clock,
         )
         self.app = create_app(self.context)
         self.client = TestClient(self.app, raise_server_exceptions=False)
@@ -233,7 +236,7 @@ def test_docs_list_every_path_and_fetch_nothing(world: World) -> None:
 
 
 def test_two_applications_in_one_process(world: World) -> None:
-    other = TestClient(create_app(world.context))
+    other = World(world.sample.snapshot).client
     assert other.get("/metrics").text == world.client.get("/metrics").text
 
 

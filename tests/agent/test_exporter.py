@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
-from agent.exporter import LABELS, MAX_TEXT_AGE_SECONDS, Exporter, render_text
+from agent.exporter import LABELS, MAX_TEXT_AGE_SECONDS, SCRAPED_LATELY_SECONDS, Exporter, render_text
 from agent.forecast import ExhaustionForecast
 from agent.fragmentation import analyze
 from agent.model import EMPTY_VIEW, AgentView, Clock, PoolSample, Waste
@@ -206,20 +207,48 @@ def test_two_exporters_in_one_process(snapshot: MapSnapshot) -> None:
     assert Exporter(lambda: view, clock=CLOCK).render() == Exporter(lambda: view, clock=CLOCK).render()
 
 
-def test_the_text_is_rendered_anew_with_each_sample_and_each_second(snapshot: MapSnapshot) -> None:
-    state = {"generation": 1, "monotonic": 0.0, "wall": NOW}
+def test_a_text_serves_until_the_next_sample_or_for_a_moment(snapshot: MapSnapshot) -> None:
+    state = {"monotonic": 0.0, "wall": NOW}
     clock = Clock(wall=lambda: state["wall"], monotonic=lambda: state["monotonic"])
-    exporter = Exporter(lambda: view_of(sample_of(snapshot), generation=int(state["generation"])), clock=clock)
+    exporter = Exporter(lambda: view_of(sample_of(snapshot)), clock=clock)
+
+    def pass_time(seconds: float) -> None:
+        state["wall"] += seconds
+        state["monotonic"] += seconds
+
     first = exporter.render()
-    state["wall"] += 0.5
+    pass_time(MAX_TEXT_AGE_SECONDS / 2)
     assert exporter.render() is first
-    state["generation"] = 2
+    exporter.refresh()  # a new sample
     second = exporter.render()
     assert second != first
     # A sampler that hangs publishes nothing new, yet ages must grow.
-    state["wall"] += 60
-    state["monotonic"] += MAX_TEXT_AGE_SECONDS + 0.1
-    assert exporter.render() != second
+    pass_time(MAX_TEXT_AGE_SECONDS + 0.1)
+    third = exporter.render()
+    assert third != second
+    # Where nobody scrapes, nothing is rendered for nobody.
+    pass_time(SCRAPED_LATELY_SECONDS + 1)
+    collected: list[int] = []
+    exporter.registry.register(_Counting(collected))
+    exporter.refresh()
+    assert collected == []
+    exporter.render()
+    exporter.refresh()
+    assert collected == [1, 1]
+
+
+class _Counting(Collector):
+    """Notes each time that it is collected."""
+
+    def __init__(self, collected: list[int]) -> None:
+        self._collected = collected
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> list[Metric]:
+        self._collected.append(1)
+        return []
 
 
 def test_promtool_finds_nothing(snapshot: MapSnapshot, promtool: Path) -> None:
