@@ -1,6 +1,6 @@
 // Draws one Plotly figure in a node that outlives refreshes, so that zoom stays and nothing flickers.
 // Called again with new data at every refresh of the page; `data` is the gzipped JSON of
-// {plotly_url, data, layout, config, expires_ms}: figure_component.py writes it.
+// {plotly_url, data, layout, config, label, expires_ms}: figure_component.py writes it.
 
 function loadPlotly(url) {
   // One copy for all figures of the page, from the dashboard's own server.
@@ -30,6 +30,7 @@ async function draw(frame, bytes) {
   figure.layout.font.family = family;
   figure.layout.hoverlabel.font.family = family;
   await Plotly.react(plot, figure.data, figure.layout, figure.config);
+  frame.setAttribute("aria-label", figure.label);
   frame.dataset.drawn = String(Number(frame.dataset.drawn ?? 0) + 1);
   frame.classList.remove("kvatlas-late");
   clearTimeout(frame.kvatlasTimer);

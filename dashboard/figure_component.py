@@ -25,14 +25,14 @@ CONFIG = {
     "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d"]],
     "doubleClick": "reset",
 }
-_HTML = """<div class="kvatlas-figure"><div class="kvatlas-plot"></div>
+_HTML = """<div class="kvatlas-figure" role="img"><div class="kvatlas-plot"></div>
 <div class="kvatlas-notice">No update from the dashboard's server: this picture is old.</div></div>"""
 
 
-def pack(figure: go.Figure, *, plotly_url: str, expires_ms: int | None) -> bytes:
+def pack(figure: go.Figure, *, plotly_url: str, label: str = "", expires_ms: int | None = None) -> bytes:
     """What figure.js unpacks: gzipped JSON, arrays as base64 of their own type. NaN would be an error, not bad JSON."""
     body = figure.to_dict()
-    body |= {"plotly_url": plotly_url, "config": CONFIG, "expires_ms": expires_ms}
+    body |= {"plotly_url": plotly_url, "config": CONFIG, "label": label, "expires_ms": expires_ms}
     text = json.dumps(body, allow_nan=False, separators=(",", ":"), default=np.ndarray.tolist)
     return gzip.compress(text.encode(), compresslevel=4, mtime=0)
 
@@ -53,7 +53,10 @@ _mount = st.components.v2.component(
 )
 
 
-def show_figure(figure: go.Figure, *, key: str, height: int, expires_ms: int | None) -> None:
-    """Draws `figure` at `height` pixels. After `expires_ms` without another it is marked as old; None: never."""
+def show_figure(figure: go.Figure, *, key: str, label: str, height: int, expires_ms: int | None) -> None:
+    """Draws `figure` at `height` pixels; screen readers say `label`.
+
+    After `expires_ms` without another it is marked as old; None: never.
+    """
     figure.update_layout(height=height, autosize=True)
-    _mount(key=key, data=pack(figure, plotly_url=PLOTLY_URL, expires_ms=expires_ms), height=height)
+    _mount(key=key, data=pack(figure, plotly_url=PLOTLY_URL, label=label, expires_ms=expires_ms), height=height)

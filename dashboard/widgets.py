@@ -128,7 +128,7 @@ def _amounts(blocks: int, engine: EngineSummary) -> str:
 def runs_html(histogram: Sequence[int]) -> str:
     """How long the allocatable runs are: one bar for each power of two, as high as its number of runs."""
     if not any(histogram):
-        return '<p class="kv-note">No allocatable run.</p>'
+        return note_html("No allocatable run.")
     bars = "".join(_bar(2**i, runs, runs / max(histogram)) for i, runs in enumerate(histogram))
     return f'<div class="kv-runs">{bars}</div>'
 
@@ -145,7 +145,7 @@ def holders_html(page: RequestPage, engine_block_bytes: int) -> str:
     """The sequences that hold most blocks."""
     holders = [request for request in page.requests if request.blocks][:HOLDERS_SHOWN]
     if not holders:
-        return '<p class="kv-note">No sequence holds a block.</p>'
+        return note_html("No sequence holds a block.")
     rows = "".join(
         f'<tr><td title="{escape(request.request_id)}">{escape(shortened(request.request_id, 22))}</td>'
         f"<td>{count(request.blocks)}</td><td>{count(request.runs)}</td><td>{count(request.tokens)}</td>"
@@ -154,7 +154,7 @@ def holders_html(page: RequestPage, engine_block_bytes: int) -> str:
     )
     head = "<tr><th>request</th><th>blocks</th><th>runs</th><th>tokens</th><th>size</th><th>age</th></tr>"
     more = page.total - len(holders)
-    rest = f'<p class="kv-note">of {count(page.total)} sequences</p>' if more > 0 else ""
+    rest = note_html(f"of {count(page.total)} sequences") if more > 0 else ""
     return f'<table class="kv-table">{head}{rows}</table>{rest}'
 
 
@@ -182,6 +182,10 @@ def map_note(blocks_per_cell: int) -> str:
         f"{count(blocks_per_cell)} blocks a cell, in address order; stripes are the shares of the states, "
         "at least one for any present"
     )
+
+
+def note_html(text: str) -> str:
+    return f'<p class="kv-note">{escape(text)}</p>'
 
 
 def heading_html(title: str, note: str = "") -> str:

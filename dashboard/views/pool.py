@@ -23,7 +23,7 @@ def show_pool(theme: Theme) -> None:
     """One refresh of the whole upper page. Meant to run as a fragment."""
     with timed("pool"):
         listing, trouble = _engines()
-        title, picker, pause = st.columns([1, 5, 1], vertical_alignment="center")
+        title, picker, pause = st.columns([1, 5, 1.1], vertical_alignment="center")
         title.html('<div class="kv-title">KVAtlas</div>')
         with pause:
             _pause_switch()
@@ -119,13 +119,15 @@ def _block_map(engine: EngineSummary, theme: Theme) -> None:
     except AgentRefused as error:
         show_condition(conditions.refused(error))
         return
-    how_old = "" if engine.state == "live" else f"{engine.state}, not the present · "
+    doubt = engine.state if engine.state != "live" else "degraded" if engine.degraded else ""
+    how_old = f"{doubt}, not the present · " if doubt else ""
     note = how_old + widgets.map_note(cells.blocks_per_cell)
     st.html(widgets.heading_html("Block map", note))
     paused = bool(st.session_state.get(PAUSE_KEY))
     show_figure(
         figures.block_map(cells, theme, incarnation=engine.incarnation),
         key="block_map",
+        label=f"Block map of {engine.id}",
         height=MAP_HEIGHT,
         expires_ms=None if paused else EXPIRES_MS,
     )

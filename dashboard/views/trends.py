@@ -23,7 +23,7 @@ WHY_F_MATTERS = (
 
 
 def show_trends(theme: Theme) -> None:
-    """One refresh of the lower page. Silent where the upper page already says that there is no answer."""
+    """One refresh of the lower page. What to do about an agent without an answer is said in the upper one."""
     with timed("trends"):
         pool = st.session_state.get(POOL_KEY)
         if pool is None:
@@ -33,8 +33,8 @@ def show_trends(theme: Theme) -> None:
             engine = next((engine for engine in listing.engines if engine.id == pool), None)
             if engine is not None:
                 _trends(engine, listing.agent, theme)
-        except (AgentUnavailable, AgentRefused):
-            return
+        except (AgentUnavailable, AgentRefused) as error:
+            st.html(widgets.note_html(f"No trends: {error}"))
 
 
 def _trends(engine: EngineSummary, agent: AgentStatus, theme: Theme) -> None:
@@ -62,10 +62,11 @@ def _trends(engine: EngineSummary, agent: AgentStatus, theme: Theme) -> None:
         show_figure(
             figures.fragmentation_history(rate, strict, threshold=agent.threshold, theme=theme),
             key="history",
+            label="Fragmentation over time",
             height=HISTORY_HEIGHT,
             expires_ms=None if paused else round(6 * SLOW_REFRESH_SECONDS * 1000),
         )
-        st.html(f'<p class="kv-note">{WHY_F_MATTERS}</p>')
+        st.html(widgets.note_html(WHY_F_MATTERS))
     with right:
         st.html(widgets.heading_html("Who holds it"))
         if engine.state != "gone":

@@ -34,6 +34,23 @@ MAP = ".st-key-map_box .kvatlas-figure"
 PLOT = f"{MAP} .kvatlas-plot"
 HISTORY = ".st-key-history_box .kvatlas-figure"
 ALERTS = '.st-key-banners [data-testid="stAlert"]'
+# In each frame of the browser: is the map still there, opaque, at its size, and does it hold a picture?
+WATCH_FOR_FLICKER = """selector => {
+    window.flickerSeen = [];
+    const height = document.querySelector(selector).clientHeight;
+    const look = () => {
+        const plot = document.querySelector(selector);
+        if (!plot) window.flickerSeen.push("gone");
+        else {
+            for (let node = plot; node; node = node.parentElement)
+                if (getComputedStyle(node).opacity !== "1") window.flickerSeen.push("faded");
+            if (plot.clientHeight !== height) window.flickerSeen.push("resized");
+            if (!plot.querySelector("image[*|href^='data:image/png']")) window.flickerSeen.push("empty");
+        }
+        requestAnimationFrame(look);
+    };
+    look();
+}"""
 Eventually = Callable[..., Any]
 expect.set_options(timeout=PATIENCE_MS)
 
@@ -191,8 +208,13 @@ def test_zoom_and_node_outlive_refreshes(world: dict[str, Any], window: Callable
     zoomed = opened.evaluate("plot._fullLayout.xaxis.range.concat(plot._fullLayout.yaxis.range)")
     assert zoomed != whole
     before = picture(opened)
+    page.evaluate(WATCH_FOR_FLICKER, PLOT)
     opened.after_refreshes(5)
     assert picture(opened) != before
+    assert page.evaluate("() => window.flickerSeen") == []
+    page.locator(MAP).evaluate("node => { node.style.opacity = 0.5; }")
+    page.wait_for_function("() => window.flickerSeen.includes('faded')")  # the watch does see
+    page.locator(MAP).evaluate("node => { node.style.opacity = ''; }")
     assert opened.evaluate("plot._fullLayout.xaxis.range.concat(plot._fullLayout.yaxis.range)") == zoomed
     assert opened.evaluate("plot.markedByTest && plot.querySelector('.main-svg').markedByTest")
     page.mouse.dblclick(box["x"] + 0.4 * box["width"], box["y"] + 0.5 * box["height"])
