@@ -134,6 +134,7 @@ def test_brute_force_tells_a_worse_plan() -> None:
     # One move is enough here; a planner that took the first window would need two.
     states = (FREE, USED, USED, FREE, FREE, USED, FREE)
     assert reachable_runs(states)[:2] == [2, 4]
+    assert states[:3].count(USED) == 2
     assert len(plan_moves(states, target=0.25).moves) == 1
 
 
