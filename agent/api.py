@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import FastAPI, HTTPException, Path, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
-from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from agent import presenter, wire
+from agent.api_errors import ApiError, add_error_handlers, json_response
 from agent.cells import map_cells
 from agent.docs_page import render_docs
 from agent.exporter import CONTENT_TYPE, Exporter
@@ -44,14 +42,6 @@ class ApiContext:
     clock: Clock = field(default_factory=Clock)
 
 
-class ApiError(HTTPException):
-    """An error in the one shape; the handler turns it into an ErrorBody."""
-
-    def __init__(self, status: int, error: str, message: str, action: str) -> None:
-        super().__init__(status, detail=message)
-        self.body = wire.ErrorBody(error=error, message=message, action=action)
-
-
 def create_app(context: ApiContext) -> FastAPI:
     """A new application; any number may live in one process."""
     app = FastAPI(
@@ -62,7 +52,7 @@ def create_app(context: ApiContext) -> FastAPI:
         # Named as a range, so that FastAPI's own 422, which is never sent, is not documented.
         responses={"4XX": {"model": wire.ErrorBody}, "5XX": {"model": wire.ErrorBody}},
     )
-    _add_error_handlers(app)
+    add_error_handlers(app)
     _add_probes(app, context)
     _add_engines(app, context)
     return app
@@ -73,7 +63,8 @@ def require_writer(context: ApiContext) -> Callable[[Request], Awaitable[None]]:
 
     async def check(request: Request) -> None:
         peer = request.client.host if request.client else None
-        access = context.guard.check(request.headers.get("authorization"), peer)
+        headers = request.headers
+        access = context.guard.check(headers.get("authorization"), peer, headers.get("origin"))
         if not access.allowed:
             status = 403 if context.guard.token is None else 401
             raise ApiError(status, "forbidden" if status == 403 else "unauthorized", access.message, access.action)
@@ -130,17 +121,17 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
             writes_enabled=context.guard.enabled,
         )
         summaries = [presenter.summarize(one, now) for one in view.samples.values()]
-        return _json(wire.EngineList(now_unix=now, agent=status, engines=summaries))
+        return json_response(wire.EngineList(now_unix=now, agent=status, engines=summaries))
 
     @app.get("/v1/engines/{id}", response_model=wire.EngineSummary, tags=["engines"])
     async def engine(id: PoolId) -> Response:
         """One pool."""
-        return _json(presenter.summarize(sample(id), context.clock.wall()))
+        return json_response(presenter.summarize(sample(id), context.clock.wall()))
 
     @app.get("/v1/engines/{id}/map", response_model=wire.MapCells, tags=["engines"])
     async def cells(id: PoolId, cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS) -> Response:
         """The heatmap: the pool in at most `cells` cells of consecutive blocks."""
-        return _json(map_cells(sample(id), cells, context.clock.wall()))
+        return json_response(map_cells(sample(id), cells, context.clock.wall()))
 
     @app.get("/v1/engines/{id}/blocks", response_model=wire.BlockPage, tags=["engines"])
     async def blocks(
@@ -153,12 +144,12 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
         total = found.snapshot.states.size
         if start >= total:
             raise ApiError(400, "bad_request", f"start={start} in a pool of {total} blocks", f"use 0 to {total - 1}")
-        return _json(presenter.block_page(found, start, count, context.clock.wall()))
+        return json_response(presenter.block_page(found, start, count, context.clock.wall()))
 
     @app.get("/v1/engines/{id}/requests", response_model=wire.RequestPage, tags=["engines"])
     async def requests(id: PoolId, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS_PER_PAGE)] = 256) -> Response:
         """Live sequences, those with most blocks first."""
-        return _json(presenter.request_page(sample(id), limit, context.clock.wall()))
+        return json_response(presenter.request_page(sample(id), limit, context.clock.wall()))
 
     @app.get("/v1/engines/{id}/history", response_model=wire.History, tags=["engines"])
     async def history(
@@ -184,51 +175,7 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
             wire.HistoryPoint(time_unix=one.start_unix, minimum=one.minimum, mean=one.mean, maximum=one.maximum)
             for one in buckets
         ]
-        return _json(wire.History(id=id, metric=metric, step_seconds=step, points=points))
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(request: Request, error: StarletteHTTPException) -> Response:
-        if isinstance(error, ApiError):
-            body = error.body
-        elif error.status_code == 404:
-            body = wire.ErrorBody(
-                error="not_found", message=f"no {request.url.path}", action="GET /docs lists all paths"
-            )
-        else:
-            words = {405: "method_not_allowed"}
-            message = f"{request.method} {request.url.path}: {error.detail}"
-            word = words.get(error.status_code, "refused")
-            body = wire.ErrorBody(error=word, message=message, action="GET /docs lists all paths and methods")
-        headers = dict(error.headers or {})
-        if error.status_code == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return _json(body, error.status_code, headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        problems = "; ".join(_describe(one) for one in error.errors())
-        return _json(
-            wire.ErrorBody(error="bad_request", message=problems, action="GET /docs lists the parameters"), 400
-        )
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        fields = {"path": request.url.path, "error": f"{type(error).__name__}: {error}"}
-        logging.getLogger("kvatlas.api").error("request failed", extra={"fields": fields})
-        body = wire.ErrorBody(error="internal", message="the agent failed", action="see the agent's log")
-        return _json(body, 500)
-
-
-def _describe(problem: dict[str, Any]) -> str:
-    where = ".".join(str(part) for part in problem["loc"] if part not in ("query", "path"))
-    given = problem.get("input")
-    return f"{where}={given!r}: {problem['msg']}" if given is not None else f"{where}: {problem['msg']}"
-
-
-def _json(model: wire.WireModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(model.model_dump_json(), status, headers, media_type="application/json")
+        return json_response(wire.History(id=id, metric=metric, step_seconds=step, points=points))
 
 
 def _plain(text: str) -> Response:

@@ -13,7 +13,7 @@ from agent.fragmentation import analyze
 from agent.history import History
 from agent.judgement import Judgement, Limits, judge
 from agent.model import NANOSECONDS, Clock, PoolSample, measure_waste, oldest_pinned
-from engine_shim.errors import MapCorrupt, MapUnavailable
+from engine_shim.errors import KvatlasError, MapCorrupt, MapUnavailable
 from engine_shim.snapshot import MapFlags, MapSnapshot
 
 FORECAST_WINDOW_SECONDS = 120.0
@@ -103,7 +103,8 @@ class Follower:
 
     def fail(self, error: Exception) -> None:
         """The map cannot be read: keep the last numbers, say so, and close it so that the next poll opens it anew."""
-        self.fault = str(error) or type(error).__name__
+        expected = isinstance(error, (KvatlasError, OSError))
+        self.fault = str(error) if expected else f"{type(error).__name__}: {error}"
         self.close()
         if self.latest is not None:
             self.latest = replace(self.latest, state="unreadable", reason=self.fault)

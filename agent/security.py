@@ -28,9 +28,14 @@ class WriteGuard:
         """Can any request that changes something be allowed?"""
         return self.token is not None or self.listens_on_loopback
 
-    def check(self, authorization: str | None, peer: str | None) -> Access:
-        """`authorization` is that header, `peer` the address at the other end; None where absent or unknown."""
+    def check(self, authorization: str | None, peer: str | None, origin: str | None = None) -> Access:
+        """`authorization` and `origin` are those headers, `peer` the address at the other end; None where absent."""
         if self.token is None:
+            if origin is not None:
+                # Any page that a browser on this machine shows can reach loopback; none of them knows a token.
+                return Access(
+                    False, f"a web page ({origin}) may not change things without a token", "set KVATLAS_TOKEN"
+                )
             if self.listens_on_loopback and peer is not None and is_loopback(peer):
                 return Access(True)
             return Access(

@@ -62,7 +62,7 @@ class World:
             clock=clock,
         )
         self.app = create_app(self.context)
-        self.client = TestClient(self.app, raise_server_exceptions=False)
+        self.client = TestClient(self.app)
 
 
 @pytest.fixture
@@ -193,9 +193,15 @@ def test_a_method_that_is_not_there(world: World) -> None:
     assert error_of(world.client.post("/v1/engines"), 405).error == "method_not_allowed"
 
 
-def test_a_fault_of_ours_has_the_same_shape(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_has_the_same_shape_and_is_logged_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("agent.api.map_cells", lambda *_: 1 / 0)
-    assert error_of(world.client.get(f"/v1/engines/{ID}/map"), 500).error == "internal"
+    for _ in range(3):
+        assert error_of(world.client.get(f"/v1/engines/{ID}/map"), 500).error == "internal"
+    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert record.getMessage() == "request failed"
+    assert "ZeroDivisionError" in str(record.__dict__["fields"])
 
 
 def test_nan_never_gets_into_json(world: World) -> None:

@@ -49,6 +49,13 @@ def test_write_guard(token: str | None, loopback: bool, header: str | None, peer
     assert bool(access.message and access.action) is not allowed
 
 
+def test_a_web_page_may_not_change_things_without_a_token() -> None:
+    """The browser of whoever sits at this machine is loopback, whatever page it shows."""
+    page = "https://pages.example.org"
+    assert not WriteGuard(token=None, listens_on_loopback=True).check(None, "127.0.0.1", page).allowed
+    assert WriteGuard(token="secret", listens_on_loopback=True).check("Bearer secret", "127.0.0.1", page).allowed
+
+
 def test_without_token_beyond_loopback_changes_are_off() -> None:
     assert not WriteGuard(token=None, listens_on_loopback=False).enabled
     assert WriteGuard(token=None, listens_on_loopback=True).enabled
