@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agent.client import AgentRefused, AgentUnavailable
+from agent.client import AgentRefused
 from agent.wire import AgentStatus, EngineSummary
 from dashboard.wording import duration
 
@@ -22,10 +22,10 @@ class Condition:
     action: str
 
 
-def unreachable(error: AgentUnavailable, agent_url: str) -> Condition:
+def unreachable(reason: str) -> Condition:
     return Condition(
         "error",
-        f"Agent unreachable at {agent_url}. Nothing below is current, so nothing is shown. ({error})",
+        f"Agent unreachable: {reason}. What follows would not be current, so nothing is shown.",
         "Start it with: kvatlas agent. If it listens elsewhere, start the dashboard with KVATLAS_AGENT_URL set to it.",
     )
 

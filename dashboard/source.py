@@ -35,12 +35,10 @@ class Source:
             timing=environment.get("KVATLAS_DASHBOARD_TIMING") == "1",
         )
 
-    @property
-    def shown_url(self) -> str:
-        """The address without user, password or query, to be shown in the page."""
-        parts = urlsplit(self.agent_url)
-        host = parts.netloc.rpartition("@")[2]
-        return f"{parts.scheme}://{host}{parts.path}"
+    def reason(self, error: Exception) -> str:
+        """The text of an error, fit for the page: an address in it loses its user and password."""
+        credentials, at, _ = urlsplit(self.agent_url).netloc.rpartition("@")
+        return str(error).replace(credentials + at, "") if at else str(error)
 
 
 @st.cache_resource(show_spinner=False)

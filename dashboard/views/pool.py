@@ -48,7 +48,7 @@ def _engines() -> tuple[EngineList | None, list[conditions.Condition]]:
     try:
         return client().engines(), []
     except AgentUnavailable as error:
-        return None, [conditions.unreachable(error, source().shown_url)]
+        return None, [conditions.unreachable(source().reason(error))]
     except AgentRefused as error:
         return None, [conditions.refused(error)]
 
@@ -114,7 +114,7 @@ def _block_map(engine: EngineSummary, theme: Theme) -> None:
     try:
         cells = client().map(engine.id, cells=MAP_CELLS)
     except AgentUnavailable as error:
-        show_condition(conditions.unreachable(error, source().shown_url))
+        show_condition(conditions.unreachable(source().reason(error)))
         return
     except AgentRefused as error:
         show_condition(conditions.refused(error))

@@ -9,7 +9,7 @@ from agent.wire import AgentStatus, EngineSummary
 from dashboard import figures, widgets
 from dashboard.figure_component import show_figure
 from dashboard.palette import Theme
-from dashboard.source import HISTORY_POINTS, SLOW_REFRESH_SECONDS, client, timed
+from dashboard.source import HISTORY_POINTS, SLOW_REFRESH_SECONDS, client, source, timed
 from dashboard.views.pool import PAUSE_KEY, POOL_KEY
 
 HISTORY_HEIGHT = 196
@@ -34,7 +34,7 @@ def show_trends(theme: Theme) -> None:
             if engine is not None:
                 _trends(engine, listing.agent, theme)
         except (AgentUnavailable, AgentRefused) as error:
-            st.html(widgets.note_html(f"No trends: {error}"))
+            st.html(widgets.note_html(f"No trends: {source().reason(error)}"))
 
 
 def _trends(engine: EngineSummary, agent: AgentStatus, theme: Theme) -> None:

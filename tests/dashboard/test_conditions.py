@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.client import AgentRefused, AgentUnavailable
+from agent.client import AgentClient, AgentRefused, AgentUnavailable
 from agent.wire import AgentStatus, EngineSummary, ErrorBody
 from dashboard import conditions
 from dashboard.source import Source
@@ -59,8 +59,8 @@ def test_degraded_stands_beside_the_state(summary: Summary) -> None:
 
 
 def test_conditions_of_the_agent() -> None:
-    unreachable = conditions.unreachable(AgentUnavailable("connection refused"), "http://127.0.0.1:9477")
-    assert "http://127.0.0.1:9477" in unreachable.what
+    unreachable = conditions.unreachable("connection refused")
+    assert "connection refused" in unreachable.what
     assert "kvatlas agent" in unreachable.action
     body = ErrorBody(error="not_found", message="no pool 'x'", action="GET /v1/engines lists them")
     assert conditions.refused(AgentRefused(404, body)).action == "GET /v1/engines lists them"
@@ -68,7 +68,9 @@ def test_conditions_of_the_agent() -> None:
     assert "and 2 more" in conditions.unreadable_maps(["a", "b", "c", "d", "e"]).what
 
 
-def test_the_shown_address_holds_no_secret() -> None:
-    source = Source.from_environment({"KVATLAS_AGENT_URL": "http://user:secret@agent.example:9477/base?key=1"})
-    assert source.shown_url == "http://agent.example:9477/base"
-    assert Source.from_environment({}).shown_url == "http://127.0.0.1:9477"
+def test_no_password_of_the_address_is_shown() -> None:
+    source = Source.from_environment({"KVATLAS_AGENT_URL": "http://user:secret@127.0.0.1:1/"})
+    with pytest.raises(AgentUnavailable) as raised, AgentClient(source.agent_url) as client:
+        client.engines()
+    assert source.reason(raised.value).startswith("no answer from the agent at http://127.0.0.1:1: ")
+    assert Source.from_environment({}).reason(raised.value) == str(raised.value)
