@@ -137,6 +137,28 @@ def test_neither_torch_nor_a_client_is_loaded(start_agent: Start) -> None:
         assert f"'{name}'" not in loaded, name
 
 
+def test_a_real_scrape(start_engine: Start, start_agent: Start, wait_until: Callable[..., Any], promtool: Path) -> None:
+    """Two ranks of one engine share three labels; the fourth keeps their series apart."""
+    for rank in (0, 1):
+        engine = start_engine(tensor_parallel=[rank, 2])
+        engine.allocated([1, 2, 3])
+        engine.freed([2])
+        engine.step_ended(1, 0)
+    agent = start_agent()
+
+    def scrape() -> bytes:
+        with urllib.request.urlopen(agent.url + "/metrics") as response:
+            text: bytes = response.read()
+        return text if text.count(b"kvatlas_engine_up{") == 2 else b""
+
+    text = wait_until(scrape)
+    series = [line.rpartition(b" ")[0] for line in text.splitlines() if not line.startswith(b"#")]
+    assert len(series) == len(set(series))
+    assert all(sum(rank in line for line in series) >= 100 for rank in (b'rank="dp0.tp0.pp0"', b'rank="dp0.tp1.pp0"'))
+    checked = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
+
+
 def test_no_line_is_logged_twice(
     start_engine: Start,
     start_agent: Start,
