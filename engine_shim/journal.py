@@ -66,6 +66,7 @@ SETS_TOKENS[WROTE] = True
 BEGINS_LIFE = _table({_E.ALLOCATE: 1}).astype(bool)
 EVICTS = _table({_E.EVICT: 1}).astype(bool)
 HITS = _table({_E.REUSE: 1, _E.SHARE: 1}).astype(bool)
+MOVES = _table({_E.MOVE: 1, _E.RELOCATE: 1}).astype(bool)
 OWNER_BLOCKS = _table({_E.ALLOCATE: 1, _E.REUSE: 1, _E.SHARE: 1, _E.UNSHARE: -1, _E.FREE: -1, _E.CACHE: -1})
 
 _BOUNDS_MS = np.array(HISTOGRAM_BOUNDS_SECONDS) * 1000
@@ -84,10 +85,19 @@ class Batch:
     blocks: NDArray[np.int64]  # (n,)
     kind: NDArray[np.int64]  # (n,)
     position: NDArray[np.int64]  # (n,)
+    rows: NDArray[np.int64]  # (n,) where the block's values stood before the step; `blocks` itself where none moved
+    sources: NDArray[np.int64]  # (m,) what moved, and where to, in order
+    moved_blocks: NDArray[np.int64]  # (b,) blocks whose values stand elsewhere after the step,
+    moved_rows: NDArray[np.int64]  # (b,) and the rows to take them from
 
 
-def flatten(entries: Sequence[Entry]) -> Batch:
-    """Lay a step's entries out as arrays. Blocks must be ints; a wrong type raises here, before the map is touched."""
+def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()) -> Batch:
+    """Lay a step's entries out as arrays. Blocks must be ints; a wrong type raises here, before the map is touched.
+
+    `move_sources` has, for each MOVE or RELOCATE entry (whose blocks are the destinations), where they came from. Moves
+    are not applied one by one: everything later in the step follows its block to the *row* that holds its values, all
+    is stored by row, and the rows change places once, at the end.
+    """
     kinds, lists, owners, positions, extras, times = zip(*entries, strict=True)
     count = len(lists)
     lengths = np.fromiter(map(len, lists), np.int64, count)
@@ -96,6 +106,7 @@ def flatten(entries: Sequence[Entry]) -> Batch:
         5, count
     )
     entry = np.repeat(np.arange(count), lengths)
+    rows, moved = (blocks, {}) if not move_sources else _follow_moves(kinds, lists, move_sources)
     # What a block's position is less its place in the batch is one number for each entry.
     shift = position - (np.cumsum(lengths) - lengths)
     return Batch(
@@ -108,7 +119,31 @@ def flatten(entries: Sequence[Entry]) -> Batch:
         blocks=blocks,
         kind=kind.take(entry),
         position=shift.take(entry) + np.arange(len(blocks)),
+        rows=rows,
+        sources=np.fromiter(chain.from_iterable(move_sources), np.int64),
+        moved_blocks=np.fromiter(moved.keys(), np.int64, len(moved)),
+        moved_rows=np.fromiter(moved.values(), np.int64, len(moved)),
     )
+
+
+def _follow_moves(
+    kinds: Sequence[int], lists: Sequence[Sequence[int]], move_sources: Sequence[Sequence[int]]
+) -> tuple[NDArray[np.int64], dict[int, int]]:
+    """The row of each element, (n,), and the row of each block whose row has changed."""
+    row_of: dict[int, int] = {}
+    rows: list[int] = []
+    remaining = iter(move_sources)
+    for kind, blocks in zip(kinds, lists, strict=True):
+        if MOVES[kind]:
+            sources = next(remaining, ())
+            if len(sources) != len(blocks) or len({*sources, *blocks}) != 2 * len(blocks):
+                raise ValueError("a batch of moves names a block twice, or not as many sources as destinations")
+            for source, destination in zip(sources, blocks, strict=True):
+                taken = row_of.get(source, source)
+                row_of[source] = row_of.get(destination, destination)
+                row_of[destination] = taken
+        rows += [row_of.get(block, block) for block in blocks] if row_of else blocks
+    return np.array(rows, np.int64), row_of
 
 
 def event_runs(batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
@@ -116,6 +151,8 @@ def event_runs(batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArr
     blocks, entry = batch.blocks, batch.entry
     step = blocks[1:] - blocks[:-1]
     joined = ((step == 1) | (step == -1)) & (entry[1:] == entry[:-1])
+    if len(batch.sources):
+        joined &= ~MOVES.take(batch.kind[1:])  # each move tells where it came from
     # A run must keep its direction: 5, 6, 5 is two runs.
     joined[1:] &= ~joined[:-1] | (step[1:] == step[:-1])
     starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))

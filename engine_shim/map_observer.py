@@ -20,7 +20,7 @@ log = logging.getLogger("kvatlas.shim")
 MAX_ENTRIES = 4096  # a pool that never ends a step is published all the same: the journal must not grow
 
 # Plain ints: an IntEnum member costs several times as much to turn into an array element.
-_ALLOCATE, _REUSE, _SHARE, _UNSHARE, _FREE, _CACHE, _EVICT, _PIN, _UNPIN, _RESERVE = map(
+_ALLOCATE, _REUSE, _SHARE, _UNSHARE, _FREE, _CACHE, _EVICT, _PIN, _UNPIN, _RESERVE, _MOVE, _RELOCATE = map(
     int,
     (
         EventKind.ALLOCATE,
@@ -33,6 +33,8 @@ _ALLOCATE, _REUSE, _SHARE, _UNSHARE, _FREE, _CACHE, _EVICT, _PIN, _UNPIN, _RESER
         EventKind.PIN,
         EventKind.UNPIN,
         EventKind.RESERVE,
+        EventKind.MOVE,
+        EventKind.RELOCATE,
     ),
 )
 
@@ -129,11 +131,9 @@ class MapObserver:
             self._record(WROTE, blocks)
 
     def moved(self, sources: Sequence[int], destinations: Sequence[int], *, live: bool) -> None:
-        def publish_then_move(publisher: StepPublisher) -> None:
-            publisher.publish(self._step, None, None)
-            publisher.move(sources, destinations, live)
-
-        self._guarded(publish_then_move)
+        if self._on:
+            self._step.move_sources.append(sources)
+            self._record(_MOVE if live else _RELOCATE, destinations)
 
     def progressed(self, owners: Sequence[int], tokens: Sequence[int]) -> None:
         if self._on:

@@ -26,6 +26,10 @@ _EVENT_COUNTERS = {
     EventKind.EVICT: _COUNTER["blocks_evicted"],
     EventKind.REUSE: _COUNTER["blocks_reused"],
 }
+_MOVE_COUNTERS = (
+    (EventKind.MOVE, _COUNTER["live_moves"], _COUNTER["live_move_bytes"]),
+    (EventKind.RELOCATE, _COUNTER["relocation_copies"], _COUNTER["relocation_bytes"]),
+)
 _UNPIN = int(EventKind.UNPIN)
 _MS_MASK = 0xFFFFFFFF
 _SLOT_MASK = (1 << layout.OWNER_SLOT_BITS) - 1
@@ -37,14 +41,20 @@ class StepJournal:
 
     entries: list[Entry] = field(default_factory=list)
     token_lists: list[Sequence[int]] = field(default_factory=list)  # one for each WROTE entry
+    move_sources: list[Sequence[int]] = field(default_factory=list)  # one for each MOVE or RELOCATE entry
     counted: dict[str, int] = field(default_factory=dict)
     progress: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)  # owners, their tokens
     opened: dict[int, tuple[int, str, str, str, int]] = field(default_factory=dict)  # by slot
     closed: list[int] = field(default_factory=list)
 
     def clear(self) -> None:
-        for part in (self.entries, self.token_lists, self.counted, self.progress, self.opened, self.closed):
-            part.clear()
+        self.entries.clear()
+        self.token_lists.clear()
+        self.move_sources.clear()
+        self.counted.clear()
+        self.progress.clear()
+        self.opened.clear()
+        self.closed.clear()
 
 
 class StepPublisher:
@@ -66,6 +76,8 @@ class StepPublisher:
         self._generation = [0] * writer.spec.owner_slots
         self._owner_blocks = np.zeros(writer.spec.owner_slots, np.int64)
         self._created_ns = writer.created_unix_ns
+        own: list[NDArray[Any]] = [self._touched_ms, self._references, self._born_ms]
+        self._row_arrays = tuple({id(array): array for array in [*columns.values(), *own]}.values())
         self._ring: NDArray[np.int64] = writer.tables["events"].view(np.int64).reshape(-1, layout.EVENT_WORDS)
 
     def take_owner(self) -> int:
@@ -81,7 +93,7 @@ class StepPublisher:
         began = time.thread_time_ns()
         writer = self.writer
         live = writer.live
-        batch = journal.flatten(step.entries) if step.entries else None
+        batch = journal.flatten(step.entries, step.move_sources) if step.entries else None
         if batch is not None and len(batch.blocks) == 0:
             batch = None  # every call named an empty list
         tokens = self._check(step, batch)
@@ -113,7 +125,9 @@ class StepPublisher:
                 raise ValueError(f"{len(owners)} owners progressed to {len(counts)} token counts")
         if batch is None:
             return np.zeros(0, np.int64)
-        lowest, highest = int(batch.blocks.min(initial=0)), int(batch.blocks.max(initial=0))
+        lowest, highest = int(batch.blocks.min()), int(batch.blocks.max())
+        if len(batch.sources):
+            lowest, highest = min(lowest, int(batch.sources.min())), max(highest, int(batch.sources.max()))
         if lowest < 0 or highest >= self.writer.spec.total_blocks:
             wrong = lowest if lowest < 0 else highest
             raise IndexError(f"block {wrong} is not in a pool of {self.writer.spec.total_blocks}")
@@ -137,34 +151,36 @@ class StepPublisher:
         ):
             entries = kinds.take(batch.entry_kind)
             if entries.any():
-                by_block = by_block or journal.order_by_block(batch.blocks)
+                by_block = by_block or journal.order_by_block(batch.rows)
                 setter = starts.take(batch.entry_kind).take(batch.entry)
-                began = journal.previous(by_block, setter, now_ms, since.take(batch.blocks))
+                began = journal.previous(by_block, setter, now_ms, since.take(batch.rows))
                 chosen = entries.take(batch.entry)
                 result[name] = (now_ms[chosen] - began[chosen]) & _MS_MASK
         return result
 
     def _store(self, batch: Batch, updates: dict[str, NDArray[Any]], tokens_written: NDArray[np.int64]) -> None:
         writer = self.writer
-        kind, blocks = batch.kind, batch.blocks
+        kind, rows = batch.kind, batch.rows
         columns = writer.columns
         state = columns["state"]
-        place = np.arange(len(blocks))
-        self._last_place[blocks] = place
-        last = self._last_place[blocks] == place
-        changed = blocks[last]
+        place = np.arange(len(rows))
+        self._last_place[rows] = place
+        last = self._last_place[rows] == place
+        changed = rows[last]
         counts = np.bincount(state[changed], minlength=8)[:8]
         touched_segments = np.zeros(len(writer.tables["segments"]), bool)
         touched_segments[changed // layout.SEGMENT_BLOCKS] = True
+        if len(batch.moved_blocks):
+            touched_segments[batch.moved_blocks // layout.SEGMENT_BLOCKS] = True
         with writer.segments_open(np.flatnonzero(touched_segments)):
             if _UNPIN in batch.entry_kind:
                 after = journal.STATE_AFTER.take(kind)
                 unpins = kind == _UNPIN
                 after[unpins] = batch.entry_extra.take(batch.entry)[unpins]
-                state[blocks[after >= 0]] = after[after >= 0]
+                state[rows[after >= 0]] = after[after >= 0]
             else:
                 sets = _chosen(batch, journal.SETS_STATE)
-                state[blocks[sets]] = journal.STATE_AFTER.take(kind[sets])
+                state[rows[sets]] = journal.STATE_AFTER.take(kind[sets])
             self._store_references(batch)
             if (tokens := columns.get("tokens")) is not None:
                 _store_tokens(tokens, batch, tokens_written)
@@ -172,19 +188,23 @@ class StepPublisher:
             if (owner := columns.get("owner")) is not None:
                 either = _chosen(batch, journal.TAKES_OWNER | journal.LOSES_OWNER)
                 values = batch.entry_owner * journal.TAKES_OWNER.take(batch.entry_kind)
-                owner[blocks[either]] = values.take(batch.entry[either])
+                owner[rows[either]] = values.take(batch.entry[either])
             if (position := columns.get("position")) is not None:
-                position[blocks[takes]] = batch.position[takes]
+                position[rows[takes]] = batch.position[takes]
             if (group := columns.get("group")) is not None:
                 either = _chosen(batch, journal.TAKES_OWNER | journal.EMPTIES)
                 values = np.where(journal.TAKES_OWNER.take(batch.entry_kind), batch.entry_extra, layout.NO_GROUP)
-                group[blocks[either]] = values.take(batch.entry[either])
+                group[rows[either]] = values.take(batch.entry[either])
             touches = _chosen(batch, journal.TOUCHES)
-            self._touched_ms[blocks[touches]] = updates["now_ms"][touches]
+            self._touched_ms[rows[touches]] = updates["now_ms"][touches]
             born = _chosen(batch, journal.BEGINS_LIFE)
-            self._born_ms[blocks[born]] = updates["now_ms"][born]
+            self._born_ms[rows[born]] = updates["now_ms"][born]
+            after_counts = np.bincount(state[changed], minlength=8)[:8]
+            if len(batch.moved_blocks):
+                for array in self._row_arrays:
+                    array[batch.moved_blocks] = array[batch.moved_rows]
         live = writer.live
-        _shift_counts(live.state_counts, counts, np.bincount(state[changed], minlength=8)[:8])
+        _shift_counts(live.state_counts, counts, after_counts)
         table = writer.tables["histograms"]
         for index, name in enumerate(layout.HISTOGRAMS):
             if (durations := updates.get(name)) is not None:
@@ -193,19 +213,23 @@ class StepPublisher:
         totals = np.bincount(batch.entry_kind, weights=batch.entry_length, minlength=len(journal.STATE_AFTER))
         for event, counter in _EVENT_COUNTERS.items():
             live.counters[counter] += np.uint64(totals[event])
+        for event, count, size in _MOVE_COUNTERS:
+            if totals[event]:
+                live.counters[count] += np.uint64(totals[event])
+                live.counters[size] += np.uint64(totals[event]) * np.uint64(writer.spec.block_bytes)
 
     def _store_references(self, batch: Batch) -> None:
-        kind, blocks = batch.kind, batch.blocks
+        kind, rows = batch.kind, batch.rows
         if not journal.ADDS_REFERENCES.take(batch.entry_kind).any():
             sets = _chosen(batch, journal.SETS_REFERENCES)
-            self._references[blocks[sets]] = journal.REFERENCES_AFTER.take(kind[sets])
+            self._references[rows[sets]] = journal.REFERENCES_AFTER.take(kind[sets])
             return
         # Additions after the last setter of each block count on top of it.
         to = journal.REFERENCES_AFTER.take(kind)
         added = journal.REFERENCES_ADDED.take(kind)
-        before = self._references[blocks].astype(np.int64)
-        count = journal.running(journal.order_by_block(blocks), to >= 0, to, added, before)
-        self._references[blocks] = np.clip(count, 0, 0xFFFF)
+        before = self._references[rows].astype(np.int64)
+        count = journal.running(journal.order_by_block(rows), to >= 0, to, added, before)
+        self._references[rows] = np.clip(count, 0, 0xFFFF)
 
     def _write_events(self, batch: Batch) -> None:
         starts, lengths, downwards = journal.event_runs(batch)
@@ -214,12 +238,15 @@ class StepPublisher:
             keep = kinds != WROTE
             starts, lengths, downwards, kinds = starts[keep], lengths[keep], downwards[keep], kinds[keep]
         entry = batch.entry.take(starts)
+        other = batch.entry_extra.take(entry)
+        if len(batch.sources):
+            other[journal.MOVES.take(kinds)] = batch.sources  # one event a move, in order
         words = layout.event_words(
             batch.entry_time_ns.take(entry),
             batch.blocks.take(starts),
             lengths,
             batch.entry_owner.take(entry),
-            batch.entry_extra.take(entry),
+            other,
             kinds,
             downwards,
             batch.position.take(starts),
@@ -265,39 +292,6 @@ class StepPublisher:
                 table["owner"][slot] = layout.NO_OWNER
                 heapq.heappush(self._free_slots, slot)
 
-    def move(self, sources: Sequence[int], destinations: Sequence[int], live: bool) -> None:
-        """Let rows follow their contents. All that happened before must have been published."""
-        writer = self.writer
-        source, destination = np.asarray(sources, np.int64), np.asarray(destinations, np.int64)
-        both = np.concatenate((source, destination))
-        if len(source) != len(destination) or both.min() < 0 or both.max() >= writer.spec.total_blocks:
-            raise IndexError("a move names blocks outside the pool, or not as many sources as destinations")
-        if len(np.unique(both)) != len(both):
-            raise ValueError("a block is named twice in one batch of moves")
-        state = writer.columns["state"]
-        counts = np.bincount(state[both], minlength=8)[:8]
-        now = self._clock_ns()
-        with writer.publishing():
-            with writer.segments_open(np.unique(both // layout.SEGMENT_BLOCKS)):
-                kept = {id(array): array for array in writer.columns.values()}
-                kept |= {id(array): array for array in (self._touched_ms, self._born_ms, self._references)}
-                for array in kept.values():
-                    array[destination] = array[source]
-                    array[source] = layout.NO_GROUP if array is writer.columns.get("group") else 0
-                self._touched_ms[source] = ((now - self._created_ns) // 1_000_000) & 0xFFFFFFFF
-            _shift_counts(writer.live.state_counts, counts, np.bincount(state[both], minlength=8)[:8])
-            nothing = np.zeros(len(source), np.int64)
-            kind = EventKind.MOVE if live else EventKind.RELOCATE
-            words = layout.event_words(
-                nothing + now, destination, nothing + 1, nothing, source, nothing + kind, nothing, nothing
-            )
-            self._append_events(words)
-            moved = "live_move" if live else "relocation"
-            counters = writer.live.counters
-            counters[_COUNTER["live_moves" if live else "relocation_copies"]] += len(source)
-            counters[_COUNTER[f"{moved}_bytes"]] += len(source) * writer.spec.block_bytes
-            writer.live.published_unix_ns[0] = now
-
     def set_flags(self, flags: dict[str, bool]) -> None:
         """Set or clear flags by name; visible at once."""
         writer = self.writer
@@ -337,4 +331,4 @@ def _store_tokens(column: NDArray[Any], batch: Batch, tokens_written: NDArray[np
     if len(tokens_written):
         values[batch.kind == WROTE] = np.clip(tokens_written, 0, 0xFFFF)
     sets = _chosen(batch, journal.SETS_TOKENS)
-    column[batch.blocks[sets]] = values[sets]
+    column[batch.rows[sets]] = values[sets]

@@ -136,13 +136,15 @@ def play(observer: MapObserver, model: Plain, steps: list[tuple[str, list[int], 
             observer.unpinned(pinned, cached=False)
             for block in pinned:
                 model.state[block] = USED
-        elif name == "move" and inside[USED] and inside[FREE]:
-            pairs = list(zip(inside[USED], inside[FREE], strict=False))
-            observer.moved([s for s, _ in pairs], [d for _, d in pairs], live=True)
+        elif name == "move" and inside[USED] + inside[CACHED]:
+            free = [block for block in range(BLOCKS) if model.state[block] == FREE]
+            pairs = list(zip(inside[USED] or inside[CACHED], free, strict=False))
+            live = bool(inside[USED])
+            observer.moved([s for s, _ in pairs], [d for _, d in pairs], live=live)
             for source, destination in pairs:
                 for column in (model.state, model.references, model.tokens, model.owner, model.position):
                     column[destination], column[source] = column[source], 0
-            model.count("live_moves", len(pairs))
+            model.count("live_moves" if live else "relocation_copies", len(pairs))
         elif name == "publish":
             observer.step_ended(number, 0)
 
