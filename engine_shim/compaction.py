@@ -191,7 +191,7 @@ class _Search:
             )
             if length <= standing:
                 return self._nothing(f"{reason}, which is there already", reachable=False)
-        window, cost = self._cheapest(length)
+        cheapest, cost = self._cheapest(length)
         limited = max_moves is not None and cost > max_moves
         if max_moves is not None and limited:
             length = min(length, self._longest_within(max_moves, barriers))
@@ -200,24 +200,31 @@ class _Search:
             )
             if length <= standing:
                 return self._nothing(f"{reason}, which is there already", reachable=reachable, limited=True)
-            window, _ = self._cheapest(length)
+            cheapest, cost = self._cheapest(length)
+        window = self._choose(cheapest, length, cost)
         sources = np.flatnonzero(self._used[window.start : window.start + length]) + window.start
         return _Found(window, sources, reachable, limited, reason)
 
     def _nothing(self, reason: str, *, reachable: bool = True, limited: bool = False) -> _Found:
         return _Found(Window(0, 0), np.empty(0, np.int64), reachable, limited, reason)
 
-    def _cheapest(self, length: int) -> tuple[Window, int]:
-        """The window of `length` blocks, one of which must be movable throughout, with the fewest USED blocks."""
+    def _cheapest(self, length: int) -> tuple[NDArray[np.int64], int]:
+        """Starts of the movable windows of `length` with the fewest USED blocks, and how many those are.
+
+        At least one window of that length must be movable.
+        """
         cost = self._used_before[length:] - self._used_before[: self._used_before.size - length]
         if self._immovable.size:
             blocked = _prefix_sums(self._column > BlockState.USED)
             cost[blocked[length:] != blocked[: blocked.size - length]] = self._column.size + 1
         fewest = int(cost.min())
-        candidates = np.flatnonzero(cost == fewest)
-        if candidates.size > 1:
-            candidates = self._fewest_lost(candidates, length, fewest)
-        return Window(int(candidates[-1]), length), fewest
+        return np.flatnonzero(cost == fewest), fewest
+
+    def _choose(self, starts: NDArray[np.int64], length: int, moves: int) -> Window:
+        """Of equally cheap windows the one that loses the fewest cached blocks, then that at the highest address."""
+        if starts.size > 1:
+            starts = self._fewest_lost(starts, length, moves)
+        return Window(int(starts[-1]), length)
 
     def _fewest_lost(self, candidates: NDArray[np.int64], length: int, moves: int) -> NDArray[np.int64]:
         """Those of equally cheap windows whose moves overwrite the fewest cached blocks: FREE ones are used first."""

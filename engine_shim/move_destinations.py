@@ -71,7 +71,8 @@ def _candidates(states: NDArray[np.uint8], count: int, window_start: int, window
     cached[window_start:window_end] = False
     starts, lengths = find_runs(chosen | cached)
     shortest = np.argsort(_narrow(lengths), kind="stable")
-    in_order = _expand(starts[shortest], lengths[shortest])
+    # So many blocks of them hold enough cached ones, even if every FREE block came first.
+    in_order = _fill(starts, lengths, shortest, count)
     chosen[in_order[cached[in_order]][:missing]] = True
     return chosen
 
@@ -141,8 +142,10 @@ def _place_beside_neighbours(
         holes, wanted = holes[hit], wanted[hit]
         matches = np.minimum(np.searchsorted(ends, wanted), ends.size - 1)
         hit = ends[matches] == wanted
-        chains, chosen = np.unique(matches[hit], return_index=True)
-        holes = holes[hit][chosen]
+        hole_of = np.full(ends.size, -1)
+        hole_of[matches[hit]] = holes[hit]  # one hole a chain, where columns that contradict name several
+        chains = np.flatnonzero(hole_of >= 0)
+        holes = hole_of[chains]
         taken = np.minimum(length[chains], lengths[holes])
         if before:
             placing.put(first[chains], starts[holes], taken)
