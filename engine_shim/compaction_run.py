@@ -268,11 +268,10 @@ class CompactionRun:
 
     def _move(self, moves: Moves, planned: BlockFacts) -> None:
         mover = self._mover
-        kept = self._validate(moves, planned)
+        kept, before = self._validate(moves, planned)
         if not len(kept):
             return
         sources, destinations = kept[:, 0], kept[:, 1]
-        before = mover.facts(sources)
         digests = mover.digests(sources) if self._settings.verify else ()
         reserved = False
         try:
@@ -290,14 +289,14 @@ class CompactionRun:
         self._cached_lost += lost
         self._verified += len(kept) if self._settings.verify else 0
         try:
-            problem = audit(before, *self._look(sources), *self._look(destinations))
+            problem = audit(before, *self._look(kept.T.ravel()))
         except Exception as error:
             raise _CheckFailed(f"moved blocks cannot be checked: {error!r}") from error
         if problem:
             raise _CheckFailed(problem)
 
-    def _validate(self, moves: Moves, planned: BlockFacts) -> Moves:
-        """The moves that may still be made; the others are counted by reason."""
+    def _validate(self, moves: Moves, planned: BlockFacts) -> tuple[Moves, BlockFacts]:
+        """The moves that may still be made, and the facts of their sources; the others are counted by reason."""
         sources, destinations = moves[:, 0], moves[:, 1]
         facts, found = self._look(sources)
         valid, dropped = still_valid(planned, facts, found, self._mover.facts(destinations))
@@ -312,7 +311,7 @@ class CompactionRun:
         self._undone.append(np.setdiff1d(sources, kept[:, 0]))
         # These would be dropped from the next plan too; it has to do without them.
         self._immovable.append(np.concatenate((sources[facts.references != found], candidates[~allowed, 0])))
-        return kept
+        return kept, facts.of(np.flatnonzero(valid)[allowed])
 
     def _back_out(self, moves: Moves, before: BlockFacts, error: Exception, reserved: bool) -> None:
         """Give destinations back after a failed chunk, and prove that the pool is as it was."""

@@ -63,7 +63,10 @@ class Mover(Protocol):
         ...
 
     def found(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How often each of these blocks stands in the tables of live sequences; counted, not remembered."""
+        """How often each of these blocks stands in the tables of live sequences; counted, not remembered.
+
+        Called twice a chunk, before and after it.
+        """
         ...
 
     def revalidate(self, moves: Moves) -> Moves:
@@ -133,26 +136,25 @@ def still_valid(
     return valid, dropped
 
 
-def audit(
-    before: BlockFacts,
-    sources: BlockFacts,
-    sources_found: NDArray[np.int64],
-    destinations: BlockFacts,
-    destinations_found: NDArray[np.int64],
-) -> str:
-    """What is wrong after a commit, "" where nothing is. `before` are the facts of the sources before it."""
+def audit(before: BlockFacts, after: BlockFacts, found: NDArray[np.int64]) -> str:
+    """What is wrong after a commit, "" where nothing is.
+
+    `before` are the facts of the n sources before it; `after` and `found` are of the sources and then the destinations
+    after it, 2 n in all.
+    """
+    moved = before.states.size
+    old, new = after.of(np.arange(moved)), after.of(np.arange(moved, 2 * moved))
     checks = (
-        ("still named by a table at its old place", sources_found != 0),
-        ("not free at its old place", (sources.states > BlockState.CACHED) | (sources.references != 0)),
-        ("not in use at its new place", destinations.states != BlockState.USED),
-        ("of other references than before", destinations.references != before.references),
-        ("not named by as many tables as before", destinations_found != before.references),
-        ("of another owner or position", destinations.owners != before.owners),
-        ("of another owner or position", destinations.positions != before.positions),
+        ("still named by a table at its old place", found[:moved] != 0),
+        ("not free at its old place", (old.states > BlockState.CACHED) | (old.references != 0)),
+        ("not in use at its new place", new.states != BlockState.USED),
+        ("of other references than before", new.references != before.references),
+        ("not named by as many tables as before", found[moved:] != before.references),
+        ("of another owner or position", (new.owners != before.owners) | (new.positions != before.positions)),
     )
     for what, failed in checks:
         if count := int(np.count_nonzero(failed)):
-            return f"after the commit {count} of {failed.size} moved blocks are {what}"
+            return f"after the commit {count} of {moved} moved blocks are {what}"
     return ""
 
 

@@ -314,8 +314,8 @@ def preempt(memory: Memory) -> None:
 
 
 def fork(memory: Memory) -> None:
-    parent = next(sequence for sequence in memory.tables if sequence < 1000)
-    if parent + 1000 not in memory.tables:
+    parent = next((sequence for sequence in memory.tables if sequence < 1000), None)
+    if parent is not None and parent + 1000 not in memory.tables:
         memory.fork(parent, parent + 1000)
 
 
@@ -554,7 +554,7 @@ def test_a_table_that_is_not_rewritten_is_found() -> None:
     ("column", "match"),
     [
         ("references", "not in use at its new place"),
-        ("owners", "of another owner"),
+        ("owners", "of another owner or position"),
         ("positions", "of another owner or position"),
     ],
 )
