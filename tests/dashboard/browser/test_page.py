@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from agent.client import AgentClient
 from dashboard.palette import DARK, LIGHT
 
 pytestmark = pytest.mark.browser
 
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-PATIENCE_MS = 60_000
-MAP = ".st-key-map_box .kvatlas-figure"
-PLOT = f"{MAP} .kvatlas-plot"
-HISTORY = ".st-key-history_box .kvatlas-figure"
-ALERTS = '.st-key-banners [data-testid="stAlert"]'
 # In each frame of the browser: is the map still there, opaque, at its size, and does it hold a picture?
 WATCH_FOR_FLICKER = """selector => {
     window.flickerSeen = [];
@@ -52,55 +34,6 @@ WATCH_FOR_FLICKER = """selector => {
     look();
 }"""
 Eventually = Callable[..., Any]
-expect.set_options(timeout=PATIENCE_MS)
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield launched
-        launched.close()
-
-
-class Window:
-    """One page, with what it said on its console and what it asked of other hosts."""
-
-    def __init__(self, page: Page, home: str, *, calm: bool) -> None:
-        self.page, self.home, self.calm = page, home, calm
-        self.complaints: list[str] = []
-        self.outside: list[str] = []
-        page.set_default_timeout(PATIENCE_MS)
-        page.on("console", lambda message: self._heard(message.type, message.text))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", lambda request: self._asked(request.url))
-
-    def open(self, pool: str = "") -> Page:
-        self.page.goto(self.home + (f"?pool={pool}" if pool else ""))
-        return self.page
-
-    def drawn(self, figure: str = MAP) -> int:
-        return int(self.page.locator(figure).get_attribute("data-drawn") or 0)
-
-    def after_refreshes(self, refreshes: int, figure: str = MAP) -> None:
-        """Wait until the figure was drawn that many times more."""
-        before = self.drawn(figure)
-        self.page.wait_for_function(
-            "([figure, count]) => Number(document.querySelector(figure)?.dataset.drawn ?? 0) >= count",
-            arg=[figure, before + refreshes],
-        )
-
-    def evaluate(self, script: str) -> Any:
-        """The value of an expression in which `plot` is the block map's Plotly node."""
-        return self.page.evaluate(f"() => {{ const plot = document.querySelector('{PLOT}'); return {script}; }}")
-
-    def _heard(self, kind: str, text: str) -> None:
-        if kind in ("error", "warning"):
-            self.complaints.append(f"{kind}: {text}")
-
-    def _asked(self, url: str) -> None:
-        if not url.startswith((self.home, "data:", "blob:", self.home.replace("http", "ws", 1))):
-            self.outside.append(url)
 
 
 @pytest.fixture(scope="module")
@@ -115,57 +48,35 @@ def world(shared_stage: Any) -> dict[str, Any]:
     return {"small": small, "large": large, "agent": agent_url, "dashboard": dashboard_url}
 
 
-@pytest.fixture
-def window(browser: Browser) -> Iterator[Callable[..., Window]]:
-    """Opens windows; at the end none may have complained or asked another host for anything."""
-    windows: list[Window] = []
-
-    def open_window(home: str, *, calm: bool = True, **options: Any) -> Window:
-        """`calm`: the console must stay silent."""
-        options = {"viewport": {"width": 1280, "height": 900}} | options
-        windows.append(Window(browser.new_page(**options), home, calm=calm))
-        return windows[-1]
-
-    yield open_window
-    for opened in windows:
-        opened.page.close()
-    assert [w.outside for w in windows if w.outside] == []
-    assert [w.complaints for w in windows if w.calm and w.complaints] == []
-
-
-def picture(window: Window) -> str:
-    source: str = window.evaluate("plot.layout.images[0].source")
-    return source
-
-
-def test_the_map_is_there_and_follows_the_pool(world: dict[str, Any], window: Callable[..., Window]) -> None:
+def test_the_map_is_there_and_follows_the_pool(world: dict[str, Any], window: Callable[..., Any]) -> None:
     opened = window(world["dashboard"])
     page = opened.open(world["small"].id)
-    expect(page.locator(f"{PLOT} .heatmaplayer image")).to_have_count(1)
-    expect(page.locator(f"{PLOT} .layer-below image, {PLOT} .imagelayer image").first).to_be_visible()
+    expect(page.locator(f"{opened.PLOT} .heatmaplayer image")).to_have_count(1)
+    expect(page.locator(f"{opened.PLOT} .layer-below image, {opened.PLOT} .imagelayer image").first).to_be_visible()
     expect(page.locator(".kv-tile")).to_have_count(8)
     expect(page.locator(".kv-states")).to_contain_text("cached")
-    expect(page.locator(f"{HISTORY} .scatterlayer .trace")).not_to_have_count(0)
+    expect(page.locator(f"{opened.HISTORY} .scatterlayer .trace")).not_to_have_count(0)
     expect(page.get_by_text("Paged attention needs no contiguity")).to_be_visible()
-    first = picture(opened)
-    page.wait_for_function(f"before => document.querySelector('{PLOT}').layout.images[0].source !== before", arg=first)
+    first = opened.picture()
+    opened.await_other_picture(first)
 
 
 def test_a_recorded_trace_is_watched_live(
-    stage: Any, window: Callable[..., Window], eventually: Eventually, tmp_path: Path, repository_root: Path
+    stage: Any, window: Callable[..., Any], eventually: Eventually, tmp_path: Path, repository_root: Path
 ) -> None:
     """The reference engine serves a trace; every state occurs. With KVATLAS_UPDATE_SCREENSHOTS=1 it is the README's
     picture, once there are some minutes to be seen."""
     update = os.environ.get("KVATLAS_UPDATE_SCREENSHOTS") == "1"
     transfers = ["--transfer-dir", str(tmp_path), "--transfer-every", "4", "--transfer-rate", "4000000"]
-    size = ["--blocks", "16000", "--model-geometry", "stories260K", "--speed", "2" if update else "6"]
+    size = ["--blocks", "40000" if update else "16000", "--speed", "2" if update else "6"]
+    size += ["--model-geometry", "stories260K"]
     pool = stage.engine("demo-vllm", "--trace", "mooncake-conversation", *size, *transfers)
     agent_url, _ = stage.agent()
     home, _ = stage.dashboard(agent_url)
     opened = window(home)
     page = opened.open(pool)
     opened.after_refreshes(1)
-    first = picture(opened)
+    first = opened.picture()
     with AgentClient(agent_url) as client:
         seen: set[str] = set()
 
@@ -174,11 +85,11 @@ def test_a_recorded_trace_is_watched_live(
             return seen >= {"free", "cached", "used", "pinned", "reserved"}
 
         eventually(every_state_was_seen, "each of the five states occurs", 120)
-        assert picture(opened) != first
+        opened.await_other_picture(first)
         if update:
-            eventually(lambda: len(measured(client, pool)) > 200, "some minutes have passed", 300)
+            eventually(lambda: len(measured(client, pool)) > 160, "some minutes have passed", 300)
             eventually(lambda: client.engine(pool).blocks.pinned, "something is in transfer", 120)
-    expect(page.locator(ALERTS)).to_have_count(0)
+    expect(page.locator(opened.ALERTS)).to_have_count(0)
     opened.after_refreshes(1)
     folder = repository_root / "docs" / "images" if update else tmp_path
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,14 +103,14 @@ def measured(client: AgentClient, pool: str) -> list[float]:
     return [point.mean for point in points if point.mean is not None]
 
 
-def test_zoom_and_node_outlive_refreshes(world: dict[str, Any], window: Callable[..., Window]) -> None:
+def test_zoom_and_node_outlive_refreshes(world: dict[str, Any], window: Callable[..., Any]) -> None:
     opened = window(world["dashboard"])
     page = opened.open(world["large"].id)
     opened.after_refreshes(1)
     whole = opened.evaluate("plot._fullLayout.xaxis.range.concat(plot._fullLayout.yaxis.range)")
     opened.evaluate("plot.markedByTest = true")
     opened.evaluate("(plot.querySelector('.main-svg').markedByTest = true)")
-    box = page.locator(f"{PLOT} .nsewdrag").bounding_box()
+    box = page.locator(f"{opened.PLOT} .nsewdrag").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 0.3 * box["height"])
     page.mouse.down()
@@ -207,26 +118,26 @@ def test_zoom_and_node_outlive_refreshes(world: dict[str, Any], window: Callable
     page.mouse.up()
     zoomed = opened.evaluate("plot._fullLayout.xaxis.range.concat(plot._fullLayout.yaxis.range)")
     assert zoomed != whole
-    before = picture(opened)
-    page.evaluate(WATCH_FOR_FLICKER, PLOT)
+    before = opened.picture()
+    page.evaluate(WATCH_FOR_FLICKER, opened.PLOT)
     opened.after_refreshes(5)
-    assert picture(opened) != before
+    assert opened.picture() != before
     assert page.evaluate("() => window.flickerSeen") == []
-    page.locator(MAP).evaluate("node => { node.style.opacity = 0.5; }")
+    page.locator(opened.MAP).evaluate("node => { node.style.opacity = 0.5; }")
     page.wait_for_function("() => window.flickerSeen.includes('faded')")  # the watch does see
-    page.locator(MAP).evaluate("node => { node.style.opacity = ''; }")
+    page.locator(opened.MAP).evaluate("node => { node.style.opacity = ''; }")
     assert opened.evaluate("plot._fullLayout.xaxis.range.concat(plot._fullLayout.yaxis.range)") == zoomed
     assert opened.evaluate("plot.markedByTest && plot.querySelector('.main-svg').markedByTest")
     page.mouse.dblclick(box["x"] + 0.4 * box["width"], box["y"] + 0.5 * box["height"])
     page.wait_for_function(
-        f"""whole => {{ const layout = document.querySelector('{PLOT}')._fullLayout;
+        f"""whole => {{ const layout = document.querySelector('{opened.PLOT}')._fullLayout;
         return JSON.stringify(layout.xaxis.range.concat(layout.yaxis.range)) === whole; }}""",
         arg=page.evaluate("whole => JSON.stringify(whole)", whole),
     )
 
 
 @pytest.mark.parametrize("which", ["small", "large"])
-def test_hover_equals_the_blocks(which: str, world: dict[str, Any], window: Callable[..., Window]) -> None:
+def test_hover_equals_the_blocks(which: str, world: dict[str, Any], window: Callable[..., Any]) -> None:
     pool = world[which]
     pool.send("hold")
     try:
@@ -241,7 +152,7 @@ def test_hover_equals_the_blocks(which: str, world: dict[str, Any], window: Call
         pool.send("run")
 
 
-def hover(opened: Window, page: Page, cell: int) -> str:
+def hover(opened: Any, page: Page, cell: int) -> str:
     """What the page says over the middle of a cell."""
     x, y, width = opened.evaluate(
         f"""(() => {{ const layout = plot._fullLayout, columns = plot.layout.images[0].sizex;
@@ -252,7 +163,7 @@ def hover(opened: Window, page: Page, cell: int) -> str:
     assert width == 64
     page.mouse.move(x - 1, y)
     page.mouse.move(x, y)
-    said = page.locator(f"{PLOT} .hoverlayer .hovertext")
+    said = page.locator(f"{opened.PLOT} .hoverlayer .hovertext")
     expect(said).to_have_count(1)
     return "\n".join(said.locator("tspan.line").all_text_contents())
 
@@ -285,7 +196,7 @@ def compare(hovered: str, client: AgentClient, pool: str) -> None:
     assert min(block.age_seconds or 0 for block in blocks) - 5 <= age <= min(b.age_seconds or 0 for b in blocks) + 1.5
 
 
-def test_the_picker_keeps_its_choice(world: dict[str, Any], window: Callable[..., Window]) -> None:
+def test_the_picker_keeps_its_choice(world: dict[str, Any], window: Callable[..., Any]) -> None:
     opened = window(world["dashboard"])
     page = opened.open()
     opened.after_refreshes(1)
@@ -300,13 +211,13 @@ def test_the_picker_keeps_its_choice(world: dict[str, Any], window: Callable[...
 
 
 def test_paused_stands_still_and_goes_on(
-    world: dict[str, Any], window: Callable[..., Window], eventually: Eventually
+    world: dict[str, Any], window: Callable[..., Any], eventually: Eventually
 ) -> None:
     opened = window(world["dashboard"])
     page = opened.open(world["small"].id)
     opened.after_refreshes(1)
     page.get_by_text("Pause", exact=True).click()
-    expect(page.locator(ALERTS)).to_contain_text("Paused")
+    expect(page.locator(opened.ALERTS)).to_contain_text("Paused")
     with AgentClient(world["agent"]) as client:
 
         def let_the_pool_go_on() -> None:
@@ -314,78 +225,16 @@ def test_paused_stands_still_and_goes_on(
             eventually(lambda: client.map(world["small"].id, cells=1).sequence > published + 30, "the pool goes on")
 
         let_the_pool_go_on()  # the map of the refresh that brought the banner has been drawn by now
-        before = picture(opened)
+        before = opened.picture()
         let_the_pool_go_on()
-    assert picture(opened) == before
+    assert opened.picture() == before
     page.get_by_text("Pause", exact=True).click()
     opened.after_refreshes(2)
-    expect(page.locator(ALERTS)).to_have_count(0)
-    assert picture(opened) != before
+    expect(page.locator(opened.ALERTS)).to_have_count(0)
+    assert opened.picture() != before
 
 
-def test_banners_of_an_engine(stage: Any, window: Callable[..., Window]) -> None:
-    pool = stage.pool("gamma", 300)
-    pool.send("churn 5")
-    agent_url, _ = stage.agent(interval_seconds="0.2", stall_seconds="1", stale_seconds="2")
-    home, _ = stage.dashboard(agent_url)
-    opened = window(home)
-    page = opened.open(pool.id)
-    alerts, figure = page.locator(ALERTS), page.locator(MAP)
-
-    pool.send("stall")
-    expect(alerts).to_contain_text("Stalled")
-    expect(page.locator(".kv-heading").first).to_contain_text("stalled, not the present")
-    pool.send("hold")
-    expect(alerts).to_have_count(0)
-
-    os.kill(pool.process.pid, signal.SIGSTOP)
-    expect(alerts).to_contain_text("Stale")
-    os.kill(pool.process.pid, signal.SIGCONT)
-    expect(alerts).to_have_count(0)
-
-    pool.send("sleep")
-    expect(alerts).to_contain_text("Sleeping")
-    expect(figure).to_have_count(0)
-    pool.send("wake")
-    expect(alerts).to_have_count(0)
-    expect(figure).to_have_count(1)
-
-    pool.process.kill()
-    expect(alerts).to_contain_text("Engine gone")
-    expect(figure).to_have_count(0)
-
-
-def test_a_stopped_agent_leaves_no_old_chart(stage: Any, window: Callable[..., Window]) -> None:
-    home_agent = stage.agent(interval_seconds="0.2")
-    home, _ = stage.dashboard(home_agent[0])
-    opened = window(home)
-    page = opened.open()
-    alerts = page.locator(ALERTS)
-    expect(alerts).to_contain_text("No engine found")
-    stage.pool("delta", 300).send("run")
-    expect(alerts).to_have_count(0)
-    expect(page.locator(MAP)).to_have_count(1)
-    home_agent[1].terminate()
-    expect(alerts).to_contain_text("Agent unreachable")
-    expect(page.locator(MAP)).to_have_count(0)
-    expect(page.locator(HISTORY)).to_have_count(0)
-    stage.agent(port=httpx.URL(home_agent[0]).port, interval_seconds="0.2")
-    expect(alerts).to_have_count(0)
-    expect(page.locator(MAP)).to_have_count(1)
-
-
-def test_an_open_page_marks_its_charts_when_the_server_dies(
-    stage: Any, world: dict[str, Any], window: Callable[..., Window]
-) -> None:
-    home, process = stage.dashboard(world["agent"])
-    opened = window(home, calm=False)  # the console tells of the lost connection
-    opened.open(world["small"].id)
-    opened.after_refreshes(1)
-    process.kill()
-    expect(opened.page.locator(f"{MAP}.kvatlas-late .kvatlas-notice")).to_be_visible()
-
-
-def test_a_base_path_is_kept(stage: Any, world: dict[str, Any], window: Callable[..., Window]) -> None:
+def test_a_base_path_is_kept(stage: Any, world: dict[str, Any], window: Callable[..., Any]) -> None:
     home, _ = stage.dashboard(world["agent"], base_path="mem")
     assert home.endswith("/mem/")
     opened = window(home)
@@ -396,12 +245,12 @@ def test_a_base_path_is_kept(stage: Any, world: dict[str, Any], window: Callable
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (1920, 1080)])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_themes_fit_the_screen(
-    scheme: str, width: int, height: int, world: dict[str, Any], window: Callable[..., Window], tmp_path: Path
+    scheme: str, width: int, height: int, world: dict[str, Any], window: Callable[..., Any], tmp_path: Path
 ) -> None:
     opened = window(world["dashboard"], viewport={"width": width, "height": height}, color_scheme=scheme)
     page = opened.open(world["large"].id)
     opened.after_refreshes(2)
-    opened.after_refreshes(1, HISTORY)
+    opened.after_refreshes(1, opened.HISTORY)
     theme = DARK if scheme == "dark" else LIGHT
     swatch = page.locator(".kv-states i").first.evaluate("node => getComputedStyle(node).backgroundColor")
     assert swatch == "rgb({}, {}, {})".format(*bytes.fromhex(theme.states["used"][1:]))
