@@ -49,3 +49,32 @@ class DoubleFree(PoolError):
 
 class UnknownBlock(PoolError):
     """A block id that the pool does not have, or that may never be allocated: a bug in the caller."""
+
+
+class ControlUnavailable(KvatlasError):
+    """The engine cannot be asked now: it offers no control, has ended, or does not answer. The text says which."""
+
+
+class ControlTimeout(ControlUnavailable):
+    """No reply in time, so nobody knows whether the request was carried out. Ask for the status before asking again."""
+
+
+class ControlRefused(KvatlasError):
+    """The engine said no. Change who asks, or what is asked for; where it is busy, wait for the run to end.
+
+    `error` is the reason in one stable word, `field` the part of the request that was wrong ("" where none was).
+    """
+
+    def __init__(self, message: str, *, error: str = "refused", field: str = "") -> None:
+        super().__init__(message)
+        self.error = error
+        self.field = field
+
+
+class ControlMalformed(KvatlasError):
+    """A control message is none of this version's; `field` names the part. Run one version of KVAtlas on both sides."""
+
+    def __init__(self, message: str, *, error: str = "bad_request", field: str = "") -> None:
+        super().__init__(message)
+        self.error = error
+        self.field = field
