@@ -91,11 +91,11 @@ def run_agent(settings: AgentSettings) -> None:
     # The server raises the signal that ended it once more after its shutdown; this makes the process end with 0.
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
-    thread = threading.Thread(target=sampler.run, name="sampler", daemon=True)
-    thread.start()
     log.event("listening", address=address, version=__version__, writes_enabled=guard.enabled)
     if not guard.enabled:
         log.event("changes are off: listening beyond loopback without a token", level=logging.WARNING)
+    thread = threading.Thread(target=sampler.run, name="sampler", daemon=True)
+    thread.start()
     try:
         server.run(sockets=[listener])
     finally:
