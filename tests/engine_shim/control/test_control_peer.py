@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -288,6 +289,19 @@ def test_a_child_does_not_keep_a_dead_engines_socket_alive(
     assert call(Path(again["path"])).say(StatusRequest()).reply() == STATUS_OF_ENGINE
 
 
+def status_of(caller: Caller) -> StatusReply:
+    reply = caller.say(StatusRequest()).reply()
+    assert isinstance(reply, StatusReply)
+    return reply
+
+
+def wait_for_run(caller: Caller, *, running: bool) -> StatusReply:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (status := status_of(caller)).running is not running:
+        assert time.monotonic() < deadline, status
+    return status
+
+
 def test_an_engine_killed_in_mid_run_ends_the_connection_and_is_replaced(
     start_engine: StartEngine, map_path: Path, call: Call
 ) -> None:
@@ -295,13 +309,12 @@ def test_an_engine_killed_in_mid_run_ends_the_connection_and_is_replaced(
     path = Path(told["path"])
     runner = call(path).say(CompactRequest(max_moves=10**9))
     watcher = call(path)
-    while not _status(watcher).running:
-        pass
+    wait_for_run(watcher, running=True)
     engine.kill()
     engine.wait()
     assert runner.is_closed()
     start_engine()
-    assert not _status(call(path)).running
+    assert not status_of(call(path)).running
 
 
 def test_a_peer_killed_in_mid_run_leaves_the_engine_running(start_engine: StartEngine, call: Call) -> None:
@@ -317,14 +330,12 @@ time.sleep(600)
 """
     peer = subprocess.Popen([sys.executable, "-c", program, path, line])
     watcher = call(path)
-    while not _status(watcher).running:
-        pass
+    wait_for_run(watcher, running=True)
     peer.kill()
     peer.wait()
-    assert _status(watcher).running
+    assert status_of(watcher).running
     assert watcher.say(MovingRequest(on=False)).reply() == SwitchReply(on=False)
-    while (status := _status(watcher)).running:
-        pass
+    status = wait_for_run(watcher, running=False)
     assert status.last_report is not None
     assert status.last_report.decision == "aborted"
     assert status.last_report.moved_blocks > 0
@@ -336,9 +347,3 @@ def test_an_idle_engine_is_woken(start_engine: StartEngine, call: Call) -> None:
     reply = call(Path(told["path"])).say(CompactRequest(max_moves=5)).reply()
     assert isinstance(reply, RunReply)
     assert (reply.decision, reply.moved_blocks) == ("compacted", 5)
-
-
-def _status(caller: Caller) -> StatusReply:
-    reply = caller.say(StatusRequest()).reply()
-    assert isinstance(reply, StatusReply)
-    return reply
