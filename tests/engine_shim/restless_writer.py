@@ -44,7 +44,9 @@ def step() -> None:
         taken, free[:] = free[:16], free[16:]
         observer.allocated(taken)
         used.append(taken)
-    while len(free) < blocks // 2:
+    # Another number each time, so that the counts of two publishes all but never agree.
+    wanted = dice.randrange(blocks // 4, blocks // 2)
+    while len(free) < wanted:
         back = used.pop(dice.randrange(len(used)))
         observer.freed(back)
         free.extend(back)
