@@ -207,10 +207,9 @@ def test_a_full_tmpfs_of_its_own_is_such_an_error(tmp_path: Path) -> None:
         f" block_tokens=16, block_bytes=1, dtype='f'), Path({str(tmp_path)!r}))\n"
         "o.allocated([1]); o.step_ended(1, 0); print(o.reason)"
     )
-    script = f'mount -t tmpfs -o size=64k none {tmp_path} && exec {sys.executable} -c "$0"'
-    done = subprocess.run(
-        ["unshare", "--mount", "--map-root-user", "sh", "-c", script, code], capture_output=True, text=True, check=False
-    )
+    script = 'mount -t tmpfs -o size=64k none "$1" && exec "$2" -c "$0"'
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, code, str(tmp_path), sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "no room" in done.stdout
     assert "KVATLAS_DIR" in done.stdout
