@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine_shim.errors import DoubleFree, PoolError, PoolExhausted, SettingsError, UnknownBlock
 from engine_shim.layout import BlockState
 from engine_shim.observer import NO_OBSERVER, PoolObserver
-from engine_shim.policies import make_policy
+from engine_shim.policies import make_policy, switch_policy
 from engine_shim.prefix import PrefixIndex
 
 
@@ -55,12 +55,15 @@ class BlockPool:
         self._reserved = frozenset(reserved)
         if outside := sorted(block for block in self._reserved if not 0 <= block < num_blocks):
             raise SettingsError(f"reserved block {outside[0]} is outside the pool of {num_blocks} blocks")
-        self._policy = make_policy(policy, [block for block in range(num_blocks) if block not in self._reserved])
+        usable = [block for block in range(num_blocks) if block not in self._reserved]
+        self._policy = make_policy(policy, usable)
+        self._end = max(usable, default=-1) + 1
         self.num_blocks = num_blocks
         self.usable_blocks = num_blocks - len(self._reserved)
         self.block_tokens = block_tokens
         self.headroom_blocks = int(self.usable_blocks * headroom)
         self.prefix_cache = prefix_cache
+        self.relocation_copies = 0  # asked for since the pool was made
         self._observer = observer
         self._private: set[int] = set()
         self._counts: dict[int, int] = {}  # references of the other blocks in use; 0 only while pinned
@@ -74,6 +77,16 @@ class BlockPool:
     @property
     def policy(self) -> str:
         return self._policy.name
+
+    def set_policy(self, name: str) -> None:
+        """Go on under another policy, `vllm` or `relocating` both: references, prefixes and their order of eviction
+        stay. SettingsError where the pool's policy, or the named one, is none of the two. O(blocks)."""
+        self._policy = switch_policy(self._policy, name, self._end)
+
+    def limit_copies(self, count: int) -> None:
+        """Let the policy ask for at most so many copies from now on, till the next call: a step's budget. What would
+        need more stays where it is, and new blocks are then handed out where stock would."""
+        self._policy.copies_left = count
 
     @property
     def num_free(self) -> int:
@@ -128,9 +141,13 @@ class BlockPool:
             self._prefixes.forget(evicted)
             self._observer.evicted(evicted)
         if copies:
-            self._prefixes.relocate(copies)
-            self._observer.moved([pair[0] for pair in copies], [pair[1] for pair in copies], live=False)
+            self._relocated(copies)
         return blocks, copies
+
+    def _relocated(self, copies: list[tuple[int, int]]) -> None:
+        self.relocation_copies += len(copies)
+        self._prefixes.relocate(copies)
+        self._observer.moved([source for source, _ in copies], [home for _, home in copies], live=False)
 
     def release(self, blocks: Iterable[int], *, owner: int = 0) -> None:
         """Give up one reference each, in the order in which the blocks are to be reused or evicted (engines pass a
@@ -198,6 +215,17 @@ class BlockPool:
     def num_unreferenced(self, blocks: Sequence[int]) -> int:
         """How many of these are cached with no reference: acquiring them takes as many from the allocatable ones."""
         return sum(map(self._policy.is_cached, blocks))
+
+    def pull(self, hits: Sequence[int]) -> Allocation:
+        """Let the policy move the cached ones of `hits` before a sequence acquires them: where they lie then, in order,
+        and the copies to make first. Once per sequence, with all of its hits, before any of them is acquired.
+
+        A copy's source may be another's destination here: two blocks changed places.
+        """
+        blocks, copies = self._policy.pull(hits)
+        if copies:
+            self._relocated(copies)
+        return Allocation(blocks, copies)
 
     def acquire(self, blocks: Sequence[int], *, owner: int = 0, position: int = 0) -> None:
         """Take one reference each to blocks that hold contents: cached ones come into use (a prefix hit)."""

@@ -6,141 +6,97 @@ pool calls `take` only for as many blocks as there are, so no policy method can 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
 
 from engine_shim.address_map import AddressMap
+from engine_shim.allocation_policy import AllocationPolicy, Taken
 from engine_shim.errors import SettingsError
+from engine_shim.eviction_order import EvictionOrder
+from engine_shim.relocation import RelocatingPolicy
 
-
-class Taken(NamedTuple):
-    """What a policy hands out.
-
-    `blocks` are in table order. `evicted` lost their cached contents. `copies` are (source, destination) pairs of
-    cached contents that keep their place in the order of eviction; no block is both, and all are to be copied
-    before `blocks` are written.
-    """
-
-    blocks: list[int]
-    evicted: list[int]
-    copies: list[tuple[int, int]]
-
-
-class AllocationPolicy(ABC):
-    """Order among the allocatable blocks of one pool.
-
-    Free blocks hold nothing; cached ones hold an evictable prefix. Every allocatable block is in exactly one of the
-    two sets. Lists given are not kept; lists returned are the caller's.
-    """
-
-    name: str
-
-    @property
-    @abstractmethod
-    def num_free(self) -> int:
-        """Free blocks."""
-
-    @property
-    @abstractmethod
-    def num_cached(self) -> int:
-        """Cached blocks."""
-
-    def take_free(self, count: int, beside: int) -> list[int] | None:
-        """What `take` would hand out, where that is only free blocks and at least `beside` others stay free; else None
-        and nothing done. The short way for what happens most; a policy need not have one."""
-        return None
-
-    @abstractmethod
-    def take(self, count: int) -> Taken:
-        """Remove `count` blocks, at most num_free + num_cached, and hand them out."""
-
-    @abstractmethod
-    def give_free(self, blocks: Sequence[int]) -> None:
-        """Take blocks back that hold nothing, in the order in which they were released."""
-
-    @abstractmethod
-    def give_cached(self, blocks: Sequence[int]) -> None:
-        """Take blocks back that hold a prefix, the one to be evicted first in front."""
-
-    @abstractmethod
-    def remove_cached(self, blocks: Sequence[int]) -> None:
-        """Remove cached blocks that a prefix hit, or a pin, takes into use."""
-
-    @abstractmethod
-    def forget_cached(self) -> list[int]:
-        """Turn every cached block into a free one in its place; returns them, the next to be evicted first."""
-
-    @abstractmethod
-    def is_cached(self, block: int) -> bool:
-        """Whether the block is allocatable and holds a prefix."""
-
-    @abstractmethod
-    def cached_blocks(self) -> Collection[int]:
-        """The cached blocks, for reading only, valid until the next change."""
+__all__ = ["POLICIES", "AllocationPolicy", "Taken", "make_policy"]
 
 
 class StockPolicy(AllocationPolicy):
     """vLLM's free queue: uncached blocks come back to its front, cached ones to its end, and its front is taken.
 
     Nothing cached is ever in front of anything free, so the queue is kept as two parts: a stack of the free blocks
-    (its last is the queue's first) and the cached ones by age.
+    (its last is the queue's first) and the cached ones by age. Blocks that were removed from the middle of the stack
+    stay in it, known to be `_gone`, until they come up, or come back and are free where they stand.
     """
 
     name = "vllm"
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self._stack = list(reversed(blocks))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._gone: set[int] = set()
+        self._cached = EvictionOrder()
 
     @property
     def num_free(self) -> int:
-        return len(self._stack)
+        return len(self._stack) - len(self._gone)
 
     @property
     def num_cached(self) -> int:
         return len(self._cached)
 
     def take_free(self, count: int, beside: int) -> list[int] | None:
-        stack = self._stack
-        if len(stack) < count + beside:
-            return None
-        blocks = stack[: -count - 1 : -1]
-        del stack[-count:]
-        return blocks
+        return None if len(self._stack) - len(self._gone) < count + beside else self._pop(count)
 
     def take(self, count: int) -> Taken:
-        stack = self._stack
-        blocks = stack[: -count - 1 : -1]
-        del stack[-count:]
-        if len(blocks) == count:
-            return Taken(blocks, [], [])
-        pop = self._cached.popitem
-        evicted = [pop(last=False)[0] for _ in range(count - len(blocks))]
+        blocks = self._pop(min(count, self.num_free))
+        evicted = self._cached.pop_oldest(count - len(blocks))
         return Taken(blocks + evicted, evicted, [])
 
     def give_free(self, blocks: Sequence[int]) -> None:
-        self._stack.extend(reversed(blocks))
+        self._stack.extend(reversed(blocks if self._gone.isdisjoint(blocks) else self._without_revived(blocks)))
+
+    def give_vacated(self, blocks: Sequence[int]) -> None:
+        self._stack[:0] = reversed(self._without_revived(blocks))
 
     def give_cached(self, blocks: Sequence[int]) -> None:
-        self._cached.update(dict.fromkeys(blocks))
+        self._cached.add(blocks)
 
     def remove_cached(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            del self._cached[block]
+        self._cached.remove(blocks)
+
+    def remove_free(self, blocks: Sequence[int]) -> None:
+        self._gone.update(blocks)
+
+    def move_cached(self, moves: Sequence[tuple[int, int]]) -> None:
+        for block, other in moves:
+            self._cached.replace(block, other)
 
     def forget_cached(self) -> list[int]:
         forgotten = list(self._cached)
         self._cached.clear()
-        self._stack[:0] = reversed(forgotten)
+        self.give_vacated(forgotten)
         return forgotten
 
     def is_cached(self, block: int) -> bool:
         return block in self._cached
 
     def cached_blocks(self) -> Collection[int]:
-        return self._cached.keys()
+        return self._cached
+
+    def free_blocks(self) -> list[int]:
+        return [block for block in reversed(self._stack) if block not in self._gone]
+
+    def _pop(self, count: int) -> list[int]:
+        stack, gone = self._stack, self._gone
+        blocks = stack[: -count - 1 : -1]
+        del stack[len(stack) - count :]
+        if gone.isdisjoint(blocks):
+            return blocks
+        taken = [block for block in blocks if block not in gone]
+        gone.difference_update(blocks)
+        return taken + self._pop(count - len(taken))
+
+    def _without_revived(self, blocks: Sequence[int]) -> list[int]:
+        """Those of `blocks` that are not in the stack; the others are free again where they stand."""
+        revived = self._gone.intersection(blocks)
+        self._gone -= revived
+        return [block for block in blocks if block not in revived]
 
 
 class FifoPolicy(AllocationPolicy):
@@ -149,7 +105,7 @@ class FifoPolicy(AllocationPolicy):
     name = "fifo"
 
     def __init__(self, blocks: Sequence[int]) -> None:
-        self._queue: OrderedDict[int, bool] = OrderedDict.fromkeys(blocks, False)  # value: holds a prefix
+        self._queue = EvictionOrder(blocks)
         self._cached: set[int] = set()
 
     @property
@@ -161,27 +117,33 @@ class FifoPolicy(AllocationPolicy):
         return len(self._cached)
 
     def take(self, count: int) -> Taken:
-        pop = self._queue.popitem
-        taken = [pop(last=False) for _ in range(count)]
-        evicted = [block for block, cached in taken if cached]
+        taken = self._queue.pop_oldest(count)
+        evicted = [block for block in taken if block in self._cached]
         self._cached.difference_update(evicted)
-        return Taken([block for block, _ in taken], evicted, [])
+        return Taken(taken, evicted, [])
 
     def give_free(self, blocks: Sequence[int]) -> None:
-        self._queue.update(dict.fromkeys(blocks, False))
+        self._queue.add(blocks)
 
     def give_cached(self, blocks: Sequence[int]) -> None:
-        self._queue.update(dict.fromkeys(blocks, True))
+        self._queue.add(blocks)
         self._cached.update(blocks)
 
     def remove_cached(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            del self._queue[block]
+        self._queue.remove(blocks)
         self._cached.difference_update(blocks)
 
+    def remove_free(self, blocks: Sequence[int]) -> None:
+        self._queue.remove(blocks)
+
+    def move_cached(self, moves: Sequence[tuple[int, int]]) -> None:
+        for block, other in moves:
+            self._queue.replace(block, other)
+            self._cached.remove(block)
+            self._cached.add(other)
+
     def forget_cached(self) -> list[int]:
-        forgotten = [block for block, cached in self._queue.items() if cached]
-        self._queue.update(dict.fromkeys(forgotten, False))  # a key that is there keeps its place
+        forgotten = [block for block in self._queue if block in self._cached]
         self._cached.clear()
         return forgotten
 
@@ -199,7 +161,7 @@ class LowestFreePolicy(AllocationPolicy):
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self._free = AddressMap(blocks)
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = EvictionOrder()
 
     @property
     def num_free(self) -> int:
@@ -214,19 +176,24 @@ class LowestFreePolicy(AllocationPolicy):
 
     def take(self, count: int) -> Taken:
         blocks = self._free.take_lowest(min(count, self._free.count))
-        pop = self._cached.popitem
-        evicted = [pop(last=False)[0] for _ in range(count - len(blocks))]
+        evicted = self._cached.pop_oldest(count - len(blocks))
         return Taken(blocks + evicted, evicted, [])
 
     def give_free(self, blocks: Sequence[int]) -> None:
         self._free.add(blocks)
 
     def give_cached(self, blocks: Sequence[int]) -> None:
-        self._cached.update(dict.fromkeys(blocks))
+        self._cached.add(blocks)
 
     def remove_cached(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            del self._cached[block]
+        self._cached.remove(blocks)
+
+    def remove_free(self, blocks: Sequence[int]) -> None:
+        self._free.remove(blocks)
+
+    def move_cached(self, moves: Sequence[tuple[int, int]]) -> None:
+        for block, other in moves:
+            self._cached.replace(block, other)
 
     def forget_cached(self) -> list[int]:
         forgotten = list(self._cached)
@@ -238,7 +205,7 @@ class LowestFreePolicy(AllocationPolicy):
         return block in self._cached
 
     def cached_blocks(self) -> Collection[int]:
-        return self._cached.keys()
+        return self._cached
 
 
 class LowestAnyPolicy(AllocationPolicy):
@@ -278,6 +245,13 @@ class LowestAnyPolicy(AllocationPolicy):
         for block in blocks:
             del self._cached[block]
 
+    def remove_free(self, blocks: Sequence[int]) -> None:
+        self._allocatable.remove(blocks)
+
+    def move_cached(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.remove_cached([block for block, _ in moves])
+        self.give_cached([other for _, other in moves])
+
     def forget_cached(self) -> list[int]:
         forgotten = sorted(self._cached)
         self._cached.clear()
@@ -290,8 +264,12 @@ class LowestAnyPolicy(AllocationPolicy):
         return self._cached.keys()
 
 
-POLICIES: dict[str, type[StockPolicy | FifoPolicy | LowestFreePolicy | LowestAnyPolicy]] = {
-    policy.name: policy for policy in (StockPolicy, FifoPolicy, LowestFreePolicy, LowestAnyPolicy)
+POLICIES: dict[str, Callable[[Sequence[int]], AllocationPolicy]] = {
+    StockPolicy.name: StockPolicy,
+    FifoPolicy.name: FifoPolicy,
+    LowestFreePolicy.name: LowestFreePolicy,
+    LowestAnyPolicy.name: LowestAnyPolicy,
+    RelocatingPolicy.name: RelocatingPolicy,
 }
 
 
@@ -302,3 +280,21 @@ def make_policy(name: str, blocks: Sequence[int]) -> AllocationPolicy:
     except KeyError:
         raise SettingsError(f"no allocation policy is named {name!r}; choose one of {', '.join(POLICIES)}") from None
     return policy(blocks)
+
+
+SWITCHABLE = (StockPolicy.name, RelocatingPolicy.name)  # the policies of one order of eviction
+
+
+def switch_policy(policy: AllocationPolicy, name: str, size: int) -> AllocationPolicy:
+    """The named policy with all that `policy` has, in the same order of eviction; ids stay below `size`.
+
+    SettingsError for policies of other orders: a switch between those would evict what neither would.
+    """
+    if name not in SWITCHABLE or policy.name not in SWITCHABLE:
+        raise SettingsError(f"a pool cannot go from policy {policy.name} to {name}; only {' and '.join(SWITCHABLE)}")
+    if name == policy.name:
+        return policy
+    free, cached = policy.free_blocks(), list(policy.cached_blocks())
+    fresh = RelocatingPolicy(free, size=size) if name == RelocatingPolicy.name else StockPolicy(free)
+    fresh.give_cached(cached)
+    return fresh

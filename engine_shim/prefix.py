@@ -78,15 +78,23 @@ class PrefixIndex:
             del holders[block_hash]
 
     def relocate(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Let prefixes follow (source, destination) copies of their contents, in the old order among duplicates."""
-        for source, destination in copies:
-            block_hash = self.hash_of.pop(source)
-            self.hash_of[destination] = block_hash
-            holder = self._holders[block_hash]
-            if isinstance(holder, int):
-                self._holders[block_hash] = destination
+        """Let prefixes follow (source, destination) copies of their contents, all at once, so that two may change
+        places. Among duplicates each keeps its place: later hits land on the same copy as before."""
+        hash_of, holders = self.hash_of, self._holders
+        hashes = [hash_of.pop(source) for source, _ in copies]
+        shared: set[int] = set()
+        for (_, destination), block_hash in zip(copies, hashes, strict=True):
+            hash_of[destination] = block_hash
+            if isinstance(holders[block_hash], int):
+                holders[block_hash] = destination
             else:
-                self._holders[block_hash] = {destination if block == source else block: None for block in holder}
+                shared.add(block_hash)
+        if shared:
+            renamed = dict(copies)
+            for block_hash in shared:
+                holder = holders[block_hash]
+                if not isinstance(holder, int):
+                    holders[block_hash] = {renamed.get(block, block): None for block in holder}
 
     def clear(self) -> None:
         """Forget every prefix."""

@@ -273,6 +273,7 @@ class _Service:
             if not pool.can_allocate(missing + pool.num_unreferenced(hit), new_sequence=new):
                 return
             self._waiting.popleft()
+            hit = pool.pull(hit).blocks
             pool.acquire(hit)
             fresh = pool.allocate(missing, position=len(hit), new_sequence=new).blocks
             sequence.table = hit + fresh

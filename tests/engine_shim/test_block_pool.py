@@ -129,9 +129,11 @@ class PlainPool:
 
 
 class PoolMachine(RuleBasedStateMachine):
+    """Policies that move nothing; `relocating` has a machine of its own, by contents."""
+
     BLOCKS = 14
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), reserved=st.sampled_from([(), (0,), (0, 5)]))
+    @initialize(policy=st.sampled_from(sorted(set(POLICIES) - {"relocating"})), reserved=st.sampled_from([(), (0,), (0, 5)]))
     def create(self, policy: str, reserved: tuple[int, ...]) -> None:
         self.observer = FollowingObserver(self.BLOCKS)
         self.pool = BlockPool(self.BLOCKS, policy=policy, headroom=0.2, reserved=reserved, observer=self.observer)
