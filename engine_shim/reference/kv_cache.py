@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine_shim.errors import SettingsError
+from engine_shim.reference.block_copy import BlockCopier
 from engine_shim.reference.geometry import Geometry
 
 DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -50,11 +51,19 @@ class KVCache:
         self.geometry, self.num_blocks, self.block_tokens = geometry, num_blocks, block_tokens
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.device = device or torch.device("cpu")
-        self._maps: list[mmap.mmap] = []
+        self.maps: list[mmap.mmap] = []  # on the host: of each tensor, in the order of `tensors`
         self._check_room()
         shape = (num_blocks, block_tokens, geometry.kv_heads, geometry.head_dim)
-        self.keys = [self._allocate(shape) for _ in range(geometry.layers)]
-        self.values = [self._allocate(shape) for _ in range(geometry.layers)]
+        if self.device.type == "cpu":
+            self.keys = [self._allocate(shape) for _ in range(geometry.layers)]
+            self.values = [self._allocate(shape) for _ in range(geometry.layers)]
+            planes = [tensor[None] for tensor in self.tensors]
+        else:
+            # Keys and values of a layer are one piece, so that moving blocks is one gather and one scatter a layer.
+            planes = [torch.zeros((2, *shape), dtype=self.dtype, device=self.device) for _ in range(geometry.layers)]
+            self.keys = [plane[0] for plane in planes]
+            self.values = [plane[1] for plane in planes]
+        self.copier = BlockCopier(planes, [memoryview(mapping) for mapping in self.maps], num_blocks)
         self.copied_blocks = 0
 
     @property
@@ -65,7 +74,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes that the tensors' storages take."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+        storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in self.tensors)}
+        return sum(storages.values())
 
     @property
     def block_bytes(self) -> int:
@@ -87,19 +97,10 @@ class KVCache:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) over all layers, as if all were read before any is written.
 
-        Neighbours go as one slice: copies by index reach an eighth of the bandwidth of a slice on a CPU. Only a
-        source that another copy overwrites goes through a temporary.
+        Destinations are distinct.
         """
-        overwritten = {destination for _, destination in copies}
-        direct = [copy for copy in copies if copy[0] not in overwritten]
-        staged = [copy for copy in copies if copy[0] in overwritten]
-        runs = list(coalesce(direct))
-        for tensor in self.tensors:
-            kept = [(destination, tensor[source].clone()) for source, destination in staged]
-            for source, destination, count in runs:
-                tensor[destination : destination + count].copy_(tensor[source : source + count])
-            for destination, contents in kept:
-                tensor[destination].copy_(contents)
+        pairs = np.array(copies, np.int64).reshape(-1, 2)
+        self.copier.copy(pairs[:, 0], pairs[:, 1])
         self.copied_blocks += len(copies)
 
     def read_blocks(self, first: int, count: int) -> Iterable[memoryview]:
@@ -109,11 +110,10 @@ class KVCache:
             yield flat.numpy().data
 
     def _allocate(self, shape: tuple[int, ...]) -> Tensor:
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
         size = int(np.prod(shape)) * self.dtype.itemsize
-        mapping = mmap.mmap(-1, size)
-        self._maps.append(mapping)
+        # Private: of a shared anonymous mapping the kernel keeps the pages that are given back.
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.maps.append(mapping)
         return torch.frombuffer(mapping, dtype=self.dtype).view(shape).zero_()
 
     def _check_room(self) -> None:

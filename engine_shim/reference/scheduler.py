@@ -6,6 +6,7 @@ is missing, the latest arrival is preempted and computed anew later; then waitin
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -148,7 +149,7 @@ class Scheduler:
             self._blocks_for(stop) - len(hits), owner=sequence.owner, position=len(hits), new_sequence=first_time
         )
         self._execute(allocation.copies)
-        sequence.table = hits + allocation.blocks
+        sequence.table = array("q", hits + allocation.blocks)
         sequence.computed = start
         sequence.registered = len(hits)
         sequence.status = Status.RUNNING

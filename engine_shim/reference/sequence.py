@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +27,8 @@ class Status(Enum):
 class Sequence:
     """`tokens[:length]` are known; the first `computed` of them have keys and values in the blocks of `table`.
 
-    `hashes[i]` names full block i, prompt and answer, for the prefix cache.
+    `hashes[i]` names full block i, prompt and answer, for the prefix cache. `table` is an array of 64-bit integers, so
+    that whoever moves blocks reads and rewrites all tables without a Python step for each of their blocks.
     """
 
     request_id: str
@@ -40,7 +43,8 @@ class Sequence:
     registered: int = 0  # full blocks handed to the prefix cache
     preemptions: int = 0
     status: Status = Status.WAITING
-    table: list[int] = field(default_factory=list)
+    table: array[int] = field(default_factory=lambda: array("q"))
+    number: int = field(default_factory=count(1).__next__, init=False)  # of this sequence alone, in this process
 
     @property
     def max_tokens(self) -> int:
@@ -67,9 +71,9 @@ class Sequence:
         self.tokens[self.length] = token
         self.length += 1
 
-    def forget_blocks(self) -> list[int]:
+    def forget_blocks(self) -> array[int]:
         """Give up all blocks, to be computed anew later; returns them as they were."""
-        table, self.table = self.table, []
+        table, self.table = self.table, array("q")
         self.computed = self.registered = 0
         return table
 
@@ -84,7 +88,7 @@ class Sequence:
             hashes=hashes,
             sample=sample,
             owner=0,
-            table=list(self.table),
+            table=self.table[:],
         )
 
 

@@ -68,7 +68,7 @@ def test_the_latest_arrival_is_preempted_and_computed_anew(make_engine: EngineMa
         engine.step()
     known = second.tokens[: second.length].copy()
     assert (first.preemptions, second.preemptions) == (0, 1)
-    assert second.table == []
+    assert not second.table
     assert second.computed == 0
     while engine.scheduler.has_work:
         engine.step()

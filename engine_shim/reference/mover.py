@@ -1,0 +1,122 @@
+"""The reference engine's hands: moves live blocks of one pool and one KV cache, and keeps what is cached in the way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine_shim.block_pool import BlockPool
+from engine_shim.mover import BlockFacts, Moves
+from engine_shim.pool_moves import PoolMoves
+from engine_shim.reference.block_tables import BlockTables, Hits
+from engine_shim.reference.content import Runner
+from engine_shim.reference.kv_cache import KVCache
+from engine_shim.reference.sequence import Sequence as LiveSequence
+
+log = logging.getLogger(__name__)
+
+
+class ReferenceMover:
+    """Implements `engine_shim.mover.Mover`. Owners are sequence numbers; a shared block's is its first table's.
+
+    Whatever is cached in a destination changes places with the block that moves there, and keeps its turn in the
+    order of eviction. Blocks in transfer are PINNED, and everything else that reads a block reads it through a table,
+    between two step boundaries: nothing else can hold one in its place.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        cache: KVCache,
+        runner: Runner,
+        sequences: Callable[[], Iterable[LiveSequence]],
+        *,
+        refusal: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`sequences` are those with tables now. `refusal` is what stands against moving now, "" where nothing does."""
+        self._pool, self._cache, self._runner = pool, cache, runner
+        self.moves = PoolMoves(pool)
+        self._tables = BlockTables(sequences, pool.num_blocks)
+        self._refusal = refusal
+        self._swapped = np.zeros((0, 2), np.int64)  # moves whose destination holds a prefix
+        self._aside: Sequence[Tensor] = ()  # the contents of their destinations, once copied out
+
+    @property
+    def block_bytes(self) -> int:
+        return self._cache.block_bytes
+
+    def refusal(self) -> str:
+        return self._refusal()
+
+    def columns(self) -> BlockFacts:
+        count = self._pool.num_blocks
+        hits = self._tables.find()
+        owners, positions = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
+        _scatter(hits, hits.blocks, owners, positions)
+        return BlockFacts(self._pool.states(), owners, positions, self.moves.references())
+
+    def facts(self, blocks: NDArray[np.int64]) -> BlockFacts:
+        hits = self._tables.find(blocks)
+        order = np.argsort(blocks)
+        places = order[np.searchsorted(blocks, hits.blocks, sorter=order)]
+        owners, positions = np.zeros(blocks.size, np.uint32), np.zeros(blocks.size, np.uint32)
+        _scatter(hits, places, owners, positions)
+        ids = blocks.tolist()
+        states = np.fromiter(map(self._pool.state, ids), np.uint8, len(ids))
+        return BlockFacts(states, owners, positions, self.moves.references_of(ids))
+
+    def found(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        hits = self._tables.find(blocks).blocks
+        order = np.argsort(blocks)
+        return np.bincount(order[np.searchsorted(blocks, hits, sorter=order)], minlength=blocks.size).astype(np.int64)
+
+    def revalidate(self, moves: Moves) -> Moves:
+        return moves
+
+    def reserve(self, moves: Moves) -> int:
+        cached = self.moves.reserve([(source, destination) for source, destination in moves.tolist()])
+        self._swapped = moves[np.isin(moves[:, 1], np.array(cached, np.int64))]
+        return 0
+
+    def copy(self, moves: Moves) -> None:
+        copier = self._cache.copier
+        self._aside = copier.save(self._swapped[:, 1])
+        copier.copy(moves[:, 0], moves[:, 1])
+        copier.settle()
+
+    def digests(self, blocks: NDArray[np.int64]) -> Sequence[bytes]:
+        return self._cache.copier.digests(blocks.tolist())
+
+    def commit(self, moves: Moves) -> None:
+        self.moves.commit()
+        self._tables.rename(moves)
+        pairs = np.concatenate((moves, self._swapped[:, ::-1]))
+        self._runner.copied([(source, destination) for source, destination in pairs.tolist()])
+        self._cache.copied_blocks += len(pairs)
+        self._put_back(self._swapped[:, 0])
+
+    def abandon(self, moves: Moves) -> None:
+        self.moves.abandon()
+        self._put_back(self._swapped[:, 1])
+
+    def _put_back(self, blocks: NDArray[np.int64]) -> None:
+        """Write what was set aside to `blocks`, which are cached."""
+        aside, self._aside, self._swapped = self._aside, (), self._swapped[:0]
+        if not aside:
+            return
+        try:
+            self._cache.copier.restore(aside, blocks)
+        except RuntimeError as error:
+            # A device that fails to write them costs these prefixes, but must never leave wrong bytes under their names.
+            log.warning("%d prefixes were lost when blocks changed places: %s", len(blocks), error)
+            self.moves.evict(blocks.tolist())
+
+
+def _scatter(hits: Hits, places: NDArray[np.int64], owners: NDArray[np.uint32], positions: NDArray[np.uint32]) -> None:
+    """Enter each block's first table last, so that it is what stands there."""
+    owners[places[::-1]] = hits.numbers[::-1]
+    positions[places[::-1]] = hits.positions[::-1]
