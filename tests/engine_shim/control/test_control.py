@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from tests.engine_shim.control.conftest import Call, Serve
 
 PATIENCE_SECONDS = 30.0
-HASTY = ControlLimits(connections=4, message_seconds=0.3, take_seconds=0.3, answer_seconds=0.3)
+HASTY = ControlLimits(message_seconds=0.3)
+# Long enough for what must still succeed, on a busy machine too.
+QUICK = ControlLimits(message_seconds=1.5, take_seconds=1.5, answer_seconds=0.5)
 STATUS = StatusReply(moving=True, relocation=None, running=False, policy="vllm", reason="")
 
 
@@ -246,7 +248,7 @@ def test_a_silent_connection_is_closed(serve: Serve, call: Call) -> None:
 
 def test_a_peer_that_does_not_fetch_its_reply_is_left(serve: Serve, call: Call) -> None:
     """Its buffer is full of replies; the next peer is served all the same."""
-    server, mailbox = serve(HASTY)
+    server, mailbox = serve(QUICK)
     greedy = call(server)
     greedy.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     greedy.socket.settimeout(0.01)
@@ -315,7 +317,7 @@ def test_the_queue_is_bounded(serve: Serve, call: Call) -> None:
 
 
 def test_what_nobody_takes_is_unavailable_and_never_carried_out(serve: Serve, call: Call) -> None:
-    server, mailbox = serve(HASTY)
+    server, mailbox = serve(QUICK)
     caller = call(server).say(CompactRequest())
     error = caller.error()
     assert error.error == "unavailable"
@@ -329,7 +331,7 @@ def test_what_nobody_takes_is_unavailable_and_never_carried_out(serve: Serve, ca
 
 
 def test_what_is_taken_and_not_answered_is_a_timeout_and_stays_busy(serve: Serve, call: Call) -> None:
-    server, mailbox = serve(HASTY)
+    server, mailbox = serve(QUICK)
     caller = call(server).say(CompactRequest(max_seconds=0.1))
     run = mailbox.next()
     error = caller.error()
