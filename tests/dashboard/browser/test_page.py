@@ -251,8 +251,8 @@ def test_both_themes_fit_the_screen(
     opened.after_refreshes(2)
     opened.after_refreshes(1, opened.HISTORY)
     theme = DARK if scheme == "dark" else LIGHT
-    swatch = page.locator(".kv-states i").first.evaluate("node => getComputedStyle(node).backgroundColor")
-    assert swatch == "rgb({}, {}, {})".format(*bytes.fromhex(theme.states["used"][1:]))
+    used = "rgb({}, {}, {})".format(*bytes.fromhex(theme.states["used"][1:]))
+    expect(page.locator(".kv-states i").first).to_have_css("background-color", used)  # asks again: refreshes go on
     ground = page.locator(".stApp").evaluate("node => getComputedStyle(node).backgroundColor")
     red = int(re.findall(r"\d+", ground)[0])
     assert red < 60 if scheme == "dark" else red > 230
@@ -263,6 +263,6 @@ def test_both_themes_fit_the_screen(
     )
     assert clipped == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    edges = page.locator(".kv-table").evaluate_all("tables => tables.map(t => t.getBoundingClientRect().right)")
+    edges = page.evaluate("() => [...document.querySelectorAll('.kv-table')].map(t => t.getBoundingClientRect().right)")
     assert max(edges) <= width
     page.screenshot(path=tmp_path / f"{scheme}-{width}.png")
