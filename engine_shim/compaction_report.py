@@ -58,6 +58,31 @@ class CompactionReport:
     given_back_bytes_predicted: int | None = None
     given_back_bytes: int | None = None
 
+    @classmethod
+    def nothing(cls, outcome: Outcome, reason: str) -> CompactionReport:
+        """Of a run for which not even a plan was needed."""
+        unknown = Measured()
+        return cls(
+            outcome=outcome,
+            reason=reason,
+            planned_moves=0,
+            moved_blocks=0,
+            moved_bytes=0,
+            dropped={},
+            chunks=0,
+            replans=0,
+            allocated_in_window=0,
+            verified_blocks=0,
+            seconds=0.0,
+            moving_seconds=0.0,
+            longest_stall_seconds=0.0,
+            before=unknown,
+            predicted=unknown,
+            after=unknown,
+            cached_lost_predicted=0,
+            cached_lost=0,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, as an audit log or a socket message holds them."""
         return {**asdict(self), "outcome": self.outcome.value, "dropped": dict(self.dropped)}

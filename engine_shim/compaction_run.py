@@ -82,8 +82,10 @@ class CompactionRun:
         settings: RunSettings | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        planner: Callable[..., MovePlan] = plan_moves,
     ) -> None:
-        self._mover, self._switch, self._clock = mover, switch, clock
+        """`planner` makes the plans, with the arguments of `plan_moves`: for other ends than a target."""
+        self._mover, self._switch, self._clock, self._plan_moves = mover, switch, clock, planner
         self._settings = settings or RunSettings()
         self._phase = Phase.LOOKING
         self._abort_reason = ""
@@ -115,6 +117,11 @@ class CompactionRun:
         task = self._task
         return task.plan.window if task is not None and self._phase is Phase.MOVING else None
 
+    @property
+    def first_plan(self) -> MovePlan | None:
+        """What the run set out to do; None before it has a plan."""
+        return self._first
+
     def abort(self, reason: str) -> None:
         """Stop before the next chunk. What is committed stays; nothing is half done."""
         self._abort_reason = reason or "aborted"
@@ -128,7 +135,7 @@ class CompactionRun:
         states = columns.states.copy()
         for blocks in self._immovable:
             states[blocks[states[blocks] == BlockState.USED]] = BlockState.PINNED
-        self._planned = plan_moves(
+        self._planned = self._plan_moves(
             states,
             target=self._settings.target,
             owners=columns.owners,

@@ -1,4 +1,4 @@
-"""Cached blocks in the order in which they are evicted, where contents may move to another block and keep their turn."""
+"""Cached blocks in the order of their eviction, where contents may move to another block and keep their turn."""
 
 from __future__ import annotations
 

@@ -36,12 +36,14 @@ class ReferenceMover:
         sequences: Callable[[], Iterable[LiveSequence]],
         *,
         refusal: Callable[[], str] = lambda: "",
+        before_write: Callable[[Iterable[int]], None] = lambda blocks: None,
     ) -> None:
-        """`sequences` are those with tables now. `refusal` is what stands against moving now, "" where nothing does."""
+        """`sequences` are those with tables now. `refusal` is what stands against moving now, "" where nothing does.
+        `before_write` is told which blocks are about to be written."""
         self._pool, self._cache, self._runner = pool, cache, runner
         self.moves = PoolMoves(pool)
         self._tables = BlockTables(sequences, pool.num_blocks)
-        self._refusal = refusal
+        self._refusal, self._before_write = refusal, before_write
         self._swapped = np.zeros((0, 2), np.int64)  # moves whose destination holds a prefix
         self._aside: Sequence[Tensor] = ()  # the contents of their destinations, once copied out
 
@@ -84,6 +86,7 @@ class ReferenceMover:
 
     def copy(self, moves: Moves) -> None:
         copier = self._cache.copier
+        self._before_write(moves[:, 1].tolist())
         self._aside = copier.save(self._swapped[:, 1])
         copier.copy(moves[:, 0], moves[:, 1])
         copier.settle()
@@ -111,7 +114,7 @@ class ReferenceMover:
         try:
             self._cache.copier.restore(aside, blocks)
         except RuntimeError as error:
-            # A device that fails to write them costs these prefixes, but must never leave wrong bytes under their names.
+            # A device that fails to write them costs these prefixes; wrong bytes under their names it must not leave.
             log.warning("%d prefixes were lost when blocks changed places: %s", len(blocks), error)
             self.moves.evict(blocks.tolist())
 

@@ -1,0 +1,192 @@
+"""Drives compaction in the reference engine: one run at a time, a slice of it at each step boundary."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from engine_shim.compaction import MovePlan, plan_moves
+from engine_shim.compaction_report import CompactionReport
+from engine_shim.compaction_run import CompactionRun, Phase, RunSettings
+from engine_shim.errors import ControlRefused
+from engine_shim.mover import Mover, MoveSwitch
+
+log = logging.getLogger(__name__)
+
+Done = Callable[[CompactionReport], None]
+Planner = Callable[..., MovePlan]
+
+
+class Consumer(Protocol):
+    """Uses what a run has made contiguous. Called on the engine's thread at step boundaries, like the run itself."""
+
+    def begin(self, plan: MovePlan | None) -> None:
+        """The run has ended; `plan` is what it set out to do."""
+        ...
+
+    def step(self, deadline: float) -> bool:
+        """Do some of the work until `deadline` (of the compactor's clock); True while there is more."""
+        ...
+
+    def complete(self, report: CompactionReport) -> CompactionReport:
+        """The report with what was predicted for this consumer, and what came of it."""
+        ...
+
+
+class Compactor:
+    """All is for the engine's thread, except `abort` and `set_moving`, which any thread may call."""
+
+    def __init__(
+        self,
+        mover: Mover,
+        num_blocks: int,
+        *,
+        defaults: RunSettings | None = None,
+        switch: MoveSwitch | None = None,
+        consumer: Consumer | None = None,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`wake` rouses an idle engine; it is called on other threads. `defaults` are the budgets of a run that is
+        started without any."""
+        self.mover, self.defaults = mover, defaults or RunSettings()
+        self.switch = switch or MoveSwitch()
+        self.consumer = consumer
+        self.last_report: CompactionReport | None = None
+        self._wake, self._clock = wake, clock
+        self._run: CompactionRun | None = None
+        self._report: CompactionReport | None = None  # of a run that has ended, while its consumer works
+        self._done: Done | None = None
+        self._num_blocks = num_blocks
+        self._planning: threading.Thread | None = None
+        self._reporting: threading.Thread | None = None
+
+    @property
+    def active(self) -> bool:
+        """Is there anything to do at the next step boundary, or being planned?"""
+        return self._run is not None
+
+    @property
+    def wants_step(self) -> bool:
+        """Should an idle engine take its next step at once? Not while a plan is made on another thread."""
+        working = (self._planning, self._reporting)
+        return self._run is not None and not any(thread is not None and thread.is_alive() for thread in working)
+
+    def start(
+        self, settings: RunSettings | None = None, *, done: Done | None = None, planner: Planner = plan_moves
+    ) -> CompactionRun:
+        """Begin a run at the next step boundary; `done` gets its report. ControlRefused while another one goes on.
+
+        A run that moving is switched off for ends at once, and its report says so.
+        """
+        if self._run is not None:
+            raise ControlRefused("a run is in progress; wait for it to end, or abort it", error="busy")
+        self._run = CompactionRun(
+            self.mover, self.switch, settings or self.defaults, clock=self._clock, planner=planner
+        )
+        self._report, self._done = None, done
+        return self._run
+
+    def step(self) -> bool:
+        """One step boundary: True while the run goes on. Never raises."""
+        run = self._run
+        if run is None:
+            return False
+        if self._report is not None:
+            self._consume(self._report, self._clock() + self.defaults.max_step_seconds)
+            return self.active
+        if run.step():
+            if run.phase is Phase.PLANNING and self._planning is None:
+                self._planning = threading.Thread(target=self._plan, args=(run,), name="compaction-plan", daemon=True)
+                self._planning.start()
+            elif run.phase is not Phase.PLANNING:
+                self._planning = None
+            return True
+        if self._report_later(run):
+            return True
+        report = run.report()
+        self._planning = None
+        if report is not None:
+            self._begin_consuming(run, report)
+        return self.active
+
+    def dry_run(self, *, target: float, max_moves: int | None = None) -> MovePlan:
+        """What a run would set out to do with the pool as it is."""
+        columns = self.mover.columns()
+        return plan_moves(
+            columns.states, target=target, owners=columns.owners, positions=columns.positions, max_moves=max_moves
+        )
+
+    def abort(self, reason: str) -> None:
+        """End the run in progress before its next chunk, if there is one."""
+        run = self._run
+        if run is not None:
+            run.abort(reason)
+            self._wake()
+
+    def set_moving(self, on: bool, reason: str = "moving is switched off") -> bool:
+        """The kill switch; returns whether blocks may be moved now. After a failed check they stay where they are."""
+        if on:
+            return self.switch.on()
+        self.switch.off(reason)
+        self._wake()
+        return False
+
+    def _report_later(self, run: CompactionRun) -> bool:
+        """The report measures the whole pool: of a large one on another thread. True until it is there."""
+        if self._num_blocks <= self.defaults.plan_here_blocks:
+            return False
+        if self._reporting is None:
+            self._reporting = threading.Thread(target=self._measure, args=(run,), name="compaction-report", daemon=True)
+            self._reporting.start()
+        if self._reporting.is_alive():
+            return True
+        self._reporting = None
+        return False
+
+    def _measure(self, run: CompactionRun) -> None:
+        run.report()
+        self._wake()
+
+    def _plan(self, run: CompactionRun) -> None:
+        try:
+            run.plan()
+        except Exception as error:  # noqa: BLE001 - on a thread of its own nobody else would hear of it
+            log.warning("a compaction could not be planned: %r", error)
+            run.abort(f"planning failed: {error!r}")
+        self._wake()
+
+    def _begin_consuming(self, run: CompactionRun, report: CompactionReport) -> None:
+        if self.consumer is None:
+            self._end(report)
+            return
+        self._report = report
+        try:
+            self.consumer.begin(run.first_plan)
+        except Exception as error:  # noqa: BLE001 - what a consumer raises must not reach the engine's step
+            log.warning("the consumer of a compaction failed: %r", error)
+            self._end(report)
+
+    def _consume(self, report: CompactionReport, deadline: float) -> None:
+        if self.consumer is None:
+            self._end(report)
+            return
+        try:
+            if self.consumer.step(deadline):
+                return
+            report = self.consumer.complete(report)
+        except Exception as error:  # noqa: BLE001 - as above
+            log.warning("the consumer of a compaction failed: %r", error)
+            report = replace(report, reason=f"{report.reason}; the consumer failed: {error!r}")
+        self._end(report)
+
+    def _end(self, report: CompactionReport) -> None:
+        done, self._run, self._report, self._done = self._done, None, None, None
+        self.last_report = report
+        log.info("compaction %s: %d blocks moved, %s", report.outcome.value, report.moved_blocks, report.reason)
+        if done is not None:
+            done(report)
