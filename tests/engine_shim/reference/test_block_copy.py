@@ -1,0 +1,108 @@
+"""Copies of whole blocks: as if all were read before any is written, whatever the pieces and the memory allowed."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_shim.reference.block_copy import BlockCopier
+from engine_shim.reference.geometry import Geometry, named_geometry
+from engine_shim.reference.kv_cache import KVCache, choose_device
+
+BLOCKS = 24
+WIDE = Geometry("wide", 2, 4, 64, 4, 256, 256, 64, "ours: a block is 8 KiB a tensor, so that it is copied whole")
+
+
+def numbered(device: str = "cpu", geometry: str | Geometry = "test-tiny") -> KVCache:
+    """A cache in which every value of block b is b, with the tensor's number behind the point."""
+    shape = named_geometry(geometry) if isinstance(geometry, str) else geometry
+    cache = KVCache(shape, BLOCKS, dtype="float32", device=choose_device(device))
+    for index, tensor in enumerate(cache.tensors):
+        tensor.copy_((torch.arange(BLOCKS)[:, None, None, None] + index / 100).expand(tensor.shape))
+    return cache
+
+
+def contents(cache: KVCache) -> list[int]:
+    """Which block's contents each block holds now, the same in all of every tensor."""
+    held = [tensor.reshape(BLOCKS, -1).cpu() - index / 100 for index, tensor in enumerate(cache.tensors)]
+    first = held[0][:, 0].round()
+    for values in held:
+        assert torch.allclose(values, first[:, None].expand_as(values), atol=1e-3)
+    return [int(value) for value in first.tolist()]
+
+
+@pytest.mark.parametrize("geometry", ["test-tiny", WIDE], ids=["gathered", "whole"])
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [],
+        [(1, 9)],
+        [(1, 9), (2, 10), (3, 11), (7, 12), (8, 2)],
+        [(1, 2), (2, 3), (3, 4)],
+        [(3, 4), (2, 3), (1, 2)],
+        [(1, 2), (2, 1)],
+        [(1, 2), (2, 3), (3, 1), (5, 6), (6, 5), (6, 7), (7, 8)],
+        [(5, 5), (5, 6)],
+    ],
+)
+def test_all_are_read_before_any_is_written(
+    device: str, geometry: str | Geometry, pairs: list[tuple[int, int]]
+) -> None:
+    cache = numbered(device, geometry)
+    expected = list(range(BLOCKS))
+    for source, destination in pairs:
+        expected[destination] = source
+    cache.copy_blocks(pairs)
+    assert contents(cache) == expected
+    assert cache.copied_blocks == len(pairs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(BLOCKS)), st.integers(1, BLOCKS), st.integers(0, 2**32 - 1))
+def test_any_copies_in_any_memory(order: list[int], count: int, seed: int) -> None:
+    """The way that devices take, on the CPU, with room for two blocks at once; and the host's own."""
+    dice = random.Random(seed)
+    destinations = order[:count]
+    sources = [dice.randrange(BLOCKS) for _ in destinations]
+    expected = list(range(BLOCKS))
+    for source, destination in zip(sources, destinations, strict=True):
+        expected[destination] = source
+    host, device = numbered(), numbered()
+    planes = [torch.stack((keys, values)) for keys, values in zip(device.keys, device.values, strict=True)]
+    copier = BlockCopier(planes, [], BLOCKS, max_bytes=2 * 2 * planes[0][0, 0].nbytes)
+    copier.copy(np.array(sources), np.array(destinations))
+    for layer, plane in enumerate(planes):
+        device.keys[layer].copy_(plane[0])
+        device.values[layer].copy_(plane[1])
+    host.copy_blocks(list(zip(sources, destinations, strict=True)))
+    assert contents(host) == contents(device) == expected
+
+
+def test_saved_contents_come_back(device: str) -> None:
+    cache = numbered(device)
+    saved = cache.copier.save(np.array([3, 9]))
+    cache.copy_blocks([(1, 3), (2, 9)])
+    cache.copier.restore(saved, np.array([20, 3]))
+    cache.copier.settle()
+    held = contents(cache)
+    assert (held[3], held[9], held[20]) == (9, 2, 3)
+    cache.copier.restore(cache.copier.save(np.array([], np.int64)), np.array([], np.int64))
+
+
+def test_digests_tell_contents_apart_in_every_tensor(device: str) -> None:
+    cache = numbered(device)
+    assert len(set(cache.copier.digests(range(BLOCKS)))) == BLOCKS
+    cache.copy_blocks([(1, 2)])
+    one, two = cache.copier.digests([1, 2])
+    assert one == two
+    for tensor in cache.tensors:
+        kept = tensor[2, -1, -1, -1].clone()
+        tensor[2, -1, -1, -1] += 1
+        assert cache.copier.digests([2]) != [one]
+        tensor[2, -1, -1, -1] = kept
+    assert cache.copier.digests([2]) == [one]
