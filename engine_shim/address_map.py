@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MAX_RUNS_PASSED = 256  # by one search: it must stay quick where free blocks lie one by one
+MAX_RUNS_PASSED = 1024  # by one search: it must stay quick where free blocks lie one by one
 
 
 class AddressMap:

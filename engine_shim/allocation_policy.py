@@ -55,7 +55,8 @@ class AllocationPolicy(ABC):
         """Move cached blocks among `hits`, which a sequence is about to take into use, to where the policy wants them.
 
         Returns the hits in their order, each where it lies now, and the copies, all to be read before any is written:
-        a block that is source and destination changed places with another. A policy need not move any.
+        first those of hits, then, of hits that changed places with another cached block, the ways back. A policy need
+        not move any.
         """
         return list(hits), []
 

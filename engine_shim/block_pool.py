@@ -43,9 +43,11 @@ class BlockPool:
         prefix_cache: bool = True,
         reserved: Sequence[int] = (),
         observer: PoolObserver = NO_OBSERVER,
+        block_bytes: int = 0,
     ) -> None:
         """`headroom` is the share of usable blocks (rounded down) that new sequences may not take; `reserved` blocks
-        are never allocated. SettingsError on values that make no pool; a pool of 0 usable blocks is one, and full."""
+        are never allocated; `block_bytes`, where they are known, are for the observer's counters. SettingsError on
+        values that make no pool; a pool of 0 usable blocks is one, and full."""
         if num_blocks < 0:
             raise SettingsError(f"num_blocks={num_blocks}: a pool has 0 or more blocks")
         if block_tokens < 1:
@@ -65,6 +67,7 @@ class BlockPool:
         self.prefix_cache = prefix_cache
         self.relocation_copies = 0  # asked for since the pool was made
         self._observer = observer
+        self._block_bytes = block_bytes
         self._private: set[int] = set()
         self._counts: dict[int, int] = {}  # references of the other blocks in use; 0 only while pinned
         self._pinned: set[int] = set()
@@ -144,10 +147,16 @@ class BlockPool:
             self._relocated(copies)
         return blocks, copies
 
-    def _relocated(self, copies: list[tuple[int, int]]) -> None:
+    def _relocated(self, copies: list[tuple[int, int]], exchanged: int = 0) -> None:
+        """Let prefixes follow their contents. The last `exchanged` copies are the ways back of blocks that changed
+        places, which one `moved` tells both ways."""
         self.relocation_copies += len(copies)
         self._prefixes.relocate(copies)
-        self._observer.moved([source for source, _ in copies], [home for _, home in copies], live=False)
+        told = copies[: len(copies) - exchanged]
+        self._observer.moved([source for source, _ in told], [home for _, home in told], live=False)
+        if exchanged:
+            self._observer.counted("relocation_copies", exchanged)
+            self._observer.counted("relocation_bytes", exchanged * self._block_bytes)
 
     def release(self, blocks: Iterable[int], *, owner: int = 0) -> None:
         """Give up one reference each, in the order in which the blocks are to be reused or evicted (engines pass a
@@ -224,7 +233,8 @@ class BlockPool:
         """
         blocks, copies = self._policy.pull(hits)
         if copies:
-            self._relocated(copies)
+            moved = {hit for hit, block in zip(hits, blocks, strict=True) if hit != block}
+            self._relocated(copies, exchanged=len(copies) - len(moved))
         return Allocation(blocks, copies)
 
     def acquire(self, blocks: Sequence[int], *, owner: int = 0, position: int = 0) -> None:

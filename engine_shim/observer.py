@@ -63,7 +63,8 @@ class PoolObserver(Protocol):
         ...
 
     def moved(self, sources: Sequence[int], destinations: Sequence[int], *, live: bool) -> None:
-        """Contents, references, owner and state went from sources[i] to destinations[i]; the sources are FREE.
+        """Contents, references, owner and state went from sources[i] to destinations[i], and those of destinations[i]
+        the other way: the sources are FREE, or CACHED where a prefix had to change places. No block is named twice.
 
         `live` tells a move of referenced blocks (compaction) from a relocation of cached ones.
         """

@@ -11,8 +11,8 @@ fewer copies and more fragmentation. Each block in use below the ceiling ends as
 place, of which there is room for about F * A, or copied away: about 1 - F copies an allocated block are the least
 for any policy of this kind, and two more for each block of a hit that is pulled down.
 
-Many blocks at once (a prompt) are taken from runs of at least `RUN_BLOCKS`; a few (decoding) fill single holes. So
-the holes that short lives leave behind are not what prompts are made of.
+Several blocks at once (a prompt) are taken from runs of `RUN_BLOCKS` or more, or of as many as are wanted; one block
+(decoding) fills the lowest hole. So the single holes that decoding leaves behind are not what prompts are made of.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RelocatingPolicy(AllocationPolicy):
         ceiling = self._ceiling(count)
         evicted = self._evict(count - free.count) if count > free.count else []
         sources: list[int] = []
-        if count < RUN_BLOCKS:
+        if count == 1:
             blocks = free.take_lowest(count, ceiling)
         else:
             blocks = free.take_runs(count, RUN_BLOCKS, ceiling)
@@ -90,14 +90,12 @@ class RelocatingPolicy(AllocationPolicy):
         low = [block for block in idle if block < ceiling]
         places += self._lowest_beside(low, min(len(high) - plain, (self.copies_left - plain) // 2), ceiling)
         del high[len(places) :]
-        copies: list[tuple[int, int]] = []
-        for hit, place in zip(high, places, strict=True):
-            copies.append((hit, place))
-            if tickets[place]:
-                copies.append((place, hit))
-                self._exchange(hit, place)
-            else:
-                self._rename(hit, place)
+        copies = list(zip(high, places, strict=True))
+        for hit, place in copies[:plain]:
+            self._rename(hit, place)
+        for hit, place in copies[plain:]:
+            self._exchange(hit, place)
+        copies += [(place, hit) for hit, place in copies[plain:]]
         cached.remove(high[:plain])
         cached.add(places)
         free.add(high[:plain])

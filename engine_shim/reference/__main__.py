@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--virtual-time", action="store_true", help="do not wait for arrivals: as fast as it computes")
     parser.add_argument("--exit-when-done", action="store_true", help="end when all requests are served")
     parser.add_argument("--verify-every", type=int, default=0, help="steps between checks of contents (pattern mode)")
+    parser.add_argument("--relocation-mib", type=int, default=64, help="copied in one step at most by the policy")
     parser.add_argument("--transfer-dir", type=Path, help="send finished sequences to files in this folder")
     parser.add_argument("--transfer-peer", help="send finished sequences to host:port or unix:/path")
     parser.add_argument("--transfer-every", type=int, default=1, help="send each n-th finished sequence")
@@ -122,6 +123,7 @@ def _serve(options: argparse.Namespace, stop: _StopOnSignal) -> int:
         samples=options.samples,
         seed=options.seed,
         verify_every=options.verify_every,
+        relocation_bytes=options.relocation_mib << 20,
         transfer_folder=options.transfer_dir,
         transfer_peer=options.transfer_peer,
         transfer_every=options.transfer_every,

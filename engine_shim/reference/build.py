@@ -17,12 +17,13 @@ from engine_shim.observer import PoolObserver
 from engine_shim.reference.clock import Clock
 from engine_shim.reference.content import PatternContent, Runner
 from engine_shim.reference.decoder import Decoder
-from engine_shim.reference.engine import Engine, Pace
+from engine_shim.reference.engine import RELOCATION_BYTES, Engine, Pace
 from engine_shim.reference.geometry import named_geometry
 from engine_shim.reference.kv_cache import KVCache, choose_device
 from engine_shim.reference.scheduler import Limits
 from engine_shim.reference.sequence import Sequence, sequence_of
 from engine_shim.reference.transfer import FolderTarget, PeerTarget, Target, Transfers
+from engine_shim.relocation import RelocatingPolicy
 from engine_shim.workload import Workload
 
 RESERVED_BLOCKS = (0,)  # as vLLM's null block
@@ -47,6 +48,7 @@ class EngineSettings:
     samples: int = 1
     seed: int = 1
     verify_every: int = 0
+    relocation_bytes: int = RELOCATION_BYTES  # copied in one step at most
     transfer_folder: Path | None = None
     transfer_peer: str | None = None
     transfer_every: int = 1
@@ -73,7 +75,9 @@ def build_engine(
     make_runner: Callable[[KVCache, int], Runner] = PatternContent if settings.content == "pattern" else Decoder
     runner = make_runner(cache, settings.seed)
     if observer is None:
-        observer = MapObserver.create(_map_spec(settings, cache, runner), map_folder)
+        written = MapObserver.create(_map_spec(settings, cache, runner), map_folder)
+        written.set_flag(relocating=settings.policy == RelocatingPolicy.name)
+        observer = written
     pool = BlockPool(
         settings.blocks,
         policy=settings.policy,
@@ -82,6 +86,7 @@ def build_engine(
         prefix_cache=settings.prefix_cache,
         reserved=RESERVED_BLOCKS,
         observer=observer,
+        block_bytes=cache.block_bytes,
     )
     transfers = None
     if (target := _target(settings)) is not None:
@@ -103,6 +108,7 @@ def build_engine(
         transfers=transfers,
         transfer_every=settings.transfer_every,
         verify_every=settings.verify_every,
+        relocation_bytes=settings.relocation_bytes,
     )
     return engine, observer
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engine_shim.block_pool import BlockPool
 from engine_shim.errors import SettingsError
+from engine_shim.map_observer import MapObserver
 from engine_shim.observer import NO_OBSERVER, PoolObserver
 from engine_shim.reference.clock import Clock, RealClock
 from engine_shim.reference.content import PatternContent, Runner, Work
@@ -21,6 +22,7 @@ from engine_shim.reference.transfer import Transfers, TransferTotals
 
 log = logging.getLogger(__name__)
 
+RELOCATION_BYTES = 64 << 20
 IDLE_STEP_SECONDS = 0.25  # an idle engine still ends a step this often, so that its map stays fresh
 
 
@@ -58,6 +60,7 @@ class Report:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     copied_blocks: int
+    relocation_copies: int  # that the policy asked for; chains of one step are copied once
     verified_tokens: int
     mismatched_blocks: int
     seconds: float
@@ -84,15 +87,20 @@ class Engine:
         transfers: Transfers | None = None,
         transfer_every: int = 1,
         verify_every: int = 0,
+        relocation_bytes: int = RELOCATION_BYTES,
     ) -> None:
         """`transfer_every`: each n-th finished sequence is sent. `verify_every`: steps between checks of contents,
-        which pattern mode alone can do."""
+        which pattern mode alone can do. `relocation_bytes`: what the pool's policy may have copied in one step."""
+        if relocation_bytes < 0:
+            raise SettingsError(f"relocation_bytes={relocation_bytes} must be 0 or more")
         if transfer_every < 1:
             raise SettingsError(f"transfer_every={transfer_every} must be 1 or more")
         self.pool, self.cache, self.runner = pool, cache, runner
         if verify_every:
             self._pattern()
-        self.scheduler = Scheduler(pool, self._copy, limits=limits, observer=observer)
+        self.scheduler = Scheduler(
+            pool, self._copy, limits=limits, observer=observer, copy_limit=relocation_bytes // cache.block_bytes
+        )
         self.monitor = PoolMonitor(pool)
         self._observer = observer
         self._clock = clock or RealClock()
@@ -115,6 +123,13 @@ class Engine:
             return False
         self.scheduler.add(sequence)
         return True
+
+    def set_policy(self, name: str) -> None:
+        """Let the pool go on under `vllm` or `relocating`, between two steps; SettingsError where it cannot."""
+        self.pool.set_policy(name)
+        if isinstance(self._observer, MapObserver):
+            self._observer.set_policy(name)
+            self._observer.set_flag(relocating=name == "relocating")
 
     def step(self) -> bool:
         """Compute one batch, and publish; False where nothing could go on."""
@@ -201,6 +216,7 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             copied_blocks=self.cache.copied_blocks,
+            relocation_copies=self.pool.relocation_copies,
             verified_tokens=self._verified_tokens,
             mismatched_blocks=self._mismatched,
             seconds=seconds,

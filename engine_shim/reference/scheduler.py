@@ -12,7 +12,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from engine_shim.allocation_policy import UNLIMITED
 from engine_shim.block_pool import BlockPool
+from engine_shim.copy_batch import CopyBatch
 from engine_shim.errors import PoolExhausted, SettingsError
 from engine_shim.observer import NO_OBSERVER, PoolObserver
 from engine_shim.reference.content import Work
@@ -36,7 +38,7 @@ class Limits:
 class Scheduler:
     """Owns the queue, the running batch and the block tables; blocks come from `pool`.
 
-    `copy` executes the block copies that an allocation asks for, before anything is written to the new blocks.
+    `copy` executes the block copies of one step, all read before any is written; nothing of that step is computed yet.
     """
 
     def __init__(
@@ -46,13 +48,17 @@ class Scheduler:
         *,
         limits: Limits | None = None,
         observer: PoolObserver = NO_OBSERVER,
+        copy_limit: int = UNLIMITED,
     ) -> None:
+        """`copy_limit`: blocks that the pool's policy may have copied in one step. Copies on write are not limited."""
         self.pool = pool
         self.limits = limits or Limits()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = self.prefix_query_tokens = self.prefix_hit_tokens = 0
         self._copy = copy
+        self._copies = CopyBatch()
+        self._copy_limit = copy_limit
         self._observer = observer
 
     @property
@@ -78,7 +84,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Work]:
-        """Choose the next step's work and take the blocks for it; empty where nothing can go on."""
+        """Choose the next step's work and take the blocks for it, with their copies made; empty where nothing can go
+        on."""
+        self.pool.limit_copies(self._copy_limit)
         batch: list[Work] = []
         budget = self.limits.step_tokens
         preempted = False
@@ -103,6 +111,8 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             batch.append(work)
             budget -= work.stop - work.start
+        if copies := self._copies.take():
+            self._copy(copies)
         return batch
 
     def register_full_blocks(self, sequence: Sequence) -> tuple[int, int]:
@@ -142,13 +152,16 @@ class Scheduler:
         needed = self._blocks_for(sequence.length) - len(hits) + pool.num_unreferenced(hits)
         if not pool.can_allocate(needed, new_sequence=first_time):
             return None
+        pulled = pool.pull(hits)
+        self._copies.pulled(pulled)
+        hits = pulled.blocks
         pool.acquire(hits, owner=sequence.owner)
         start = len(hits) * size
         stop = min(sequence.length, start + budget)
         allocation = pool.allocate(
             self._blocks_for(stop) - len(hits), owner=sequence.owner, position=len(hits), new_sequence=first_time
         )
-        self._execute(allocation.copies)
+        self._copies.allocated(allocation)
         sequence.table = array("q", hits + allocation.blocks)
         sequence.computed = start
         sequence.registered = len(hits)
@@ -169,12 +182,12 @@ class Scheduler:
             if written < len(table):
                 replaced = pool.copy_on_write(table[written], owner=sequence.owner, position=written)
                 if replaced is not None:
-                    self._execute(replaced.copies)
+                    self._copies.allocated(replaced)
                     table[written] = replaced.blocks[0]
             missing = self._blocks_for(stop) - len(table)
             if missing > 0:
                 allocation = pool.allocate(missing, owner=sequence.owner, position=len(table))
-                self._execute(allocation.copies)
+                self._copies.allocated(allocation)
                 table.extend(allocation.blocks)
         except PoolExhausted:
             return False
@@ -187,10 +200,6 @@ class Scheduler:
         self.waiting.appendleft(victim)
         self.preemptions += 1
         self._observer.counted("preemptions")
-
-    def _execute(self, copies: Items[tuple[int, int]]) -> None:
-        if copies:
-            self._copy(copies)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_tokens)

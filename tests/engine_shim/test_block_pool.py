@@ -133,7 +133,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     BLOCKS = 14
 
-    @initialize(policy=st.sampled_from(sorted(set(POLICIES) - {"relocating"})), reserved=st.sampled_from([(), (0,), (0, 5)]))
+    @initialize(
+        policy=st.sampled_from(sorted(set(POLICIES) - {"relocating"})), reserved=st.sampled_from([(), (0,), (0, 5)])
+    )
     def create(self, policy: str, reserved: tuple[int, ...]) -> None:
         self.observer = FollowingObserver(self.BLOCKS)
         self.pool = BlockPool(self.BLOCKS, policy=policy, headroom=0.2, reserved=reserved, observer=self.observer)

@@ -67,15 +67,16 @@ class Memory(NullObserver):
 
     def moved(self, sources: Sequence[int], destinations: Sequence[int], *, live: bool) -> None:
         assert not live
-        assert len(set(sources)) == len(sources) == len(destinations) == len(set(destinations))
-        moved = [self.states[source] for source in sources]
-        assert moved == [CACHED] * len(moved)
-        assert all(self.states[block] is FREE for block in set(destinations) - set(sources))
-        for block in sources:
-            self.states[block] = FREE
-        for block in destinations:
-            self.states[block] = CACHED
+        assert len({*sources, *destinations}) == 2 * len(sources) == 2 * len(destinations)
+        for source, destination in zip(sources, destinations, strict=True):
+            assert self.states[source] is CACHED
+            assert self.states[destination] in {FREE, CACHED}
+            self.states[source], self.states[destination] = self.states[destination], CACHED
         self.moves += len(sources)
+
+    def counted(self, name: str, amount: int = 1) -> None:
+        if name == "relocation_copies":
+            self.moves += amount
 
 
 class StockModel:
@@ -375,7 +376,8 @@ def test_many_blocks_come_from_runs_and_few_from_holes() -> None:
     pool.release(blocks[10:30:2])  # single holes
     pool.release(blocks[40 : 40 + RUN_BLOCKS])
     assert pool.allocate(RUN_BLOCKS).blocks == list(range(40, 40 + RUN_BLOCKS))
-    assert pool.allocate(3).blocks == [10, 12, 14]
+    assert [pool.allocate(1).blocks[0] for _ in range(3)] == [10, 12, 14]
+    assert pool.allocate(3).blocks == [100, 101, 102]
 
 
 def test_a_pool_of_single_holes_is_searched_no_further_than_it_pays() -> None:
