@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from engine_shim.compaction_run import RunSettings
 from engine_shim.errors import KvatlasError
 from engine_shim.policies import POLICIES
 from engine_shim.reference.build import EngineSettings, arrivals, build_engine
@@ -63,6 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--exit-when-done", action="store_true", help="end when all requests are served")
     parser.add_argument("--verify-every", type=int, default=0, help="steps between checks of contents (pattern mode)")
     parser.add_argument("--relocation-mib", type=int, default=64, help="copied in one step at most by the policy")
+    parser.add_argument("--moving", action=argparse.BooleanOptionalAction, default=True, help="may live blocks move?")
+    parser.add_argument("--move-budget-ms", type=float, default=2.0, help="that one step may be held up by moving")
+    parser.add_argument("--verify-moves", action="store_true", help="compare contents before each move is committed")
+    parser.add_argument("--elastic", action="store_true", help="give memory that a compaction has emptied to the host")
+    parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="socket beside the map")
     parser.add_argument("--transfer-dir", type=Path, help="send finished sequences to files in this folder")
     parser.add_argument("--transfer-peer", help="send finished sequences to host:port or unix:/path")
     parser.add_argument("--transfer-every", type=int, default=1, help="send each n-th finished sequence")
@@ -124,6 +130,10 @@ def _serve(options: argparse.Namespace, stop: _StopOnSignal) -> int:
         seed=options.seed,
         verify_every=options.verify_every,
         relocation_bytes=options.relocation_mib << 20,
+        compaction=RunSettings(max_step_seconds=options.move_budget_ms / 1000, verify=options.verify_moves),
+        moving=options.moving,
+        elastic=options.elastic,
+        control=options.control,
         transfer_folder=options.transfer_dir,
         transfer_peer=options.transfer_peer,
         transfer_every=options.transfer_every,

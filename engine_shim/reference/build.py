@@ -10,6 +10,7 @@ import torch
 
 import engine_shim
 from engine_shim.block_pool import BlockPool
+from engine_shim.compaction_run import RunSettings
 from engine_shim.errors import SettingsError
 from engine_shim.map_observer import MapObserver
 from engine_shim.map_writer import MapSpec
@@ -49,6 +50,10 @@ class EngineSettings:
     seed: int = 1
     verify_every: int = 0
     relocation_bytes: int = RELOCATION_BYTES  # copied in one step at most
+    compaction: RunSettings = field(default_factory=RunSettings)  # budgets of one run
+    moving: bool = True  # may live blocks be moved? Can be switched at run time
+    elastic: bool = False  # what a run has emptied is given back to the host
+    control: bool = True  # a control socket beside the map
     transfer_folder: Path | None = None
     transfer_peer: str | None = None
     transfer_every: int = 1
@@ -109,7 +114,13 @@ def build_engine(
         transfer_every=settings.transfer_every,
         verify_every=settings.verify_every,
         relocation_bytes=settings.relocation_bytes,
+        compaction=settings.compaction,
+        elastic=settings.elastic,
     )
+    if not settings.moving:
+        engine.compaction.set_moving(False, "this engine was started with moving off")
+    if settings.control and isinstance(observer, MapObserver) and observer.path is not None:
+        engine.offer_control(observer.path)
     return engine, observer
 
 

@@ -7,15 +7,24 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine_shim.block_pool import BlockPool
+from engine_shim.compaction_run import RunSettings
+from engine_shim.control import ControlServer
+from engine_shim.control_mailbox import ControlMailbox
 from engine_shim.errors import SettingsError
 from engine_shim.map_observer import MapObserver
 from engine_shim.observer import NO_OBSERVER, PoolObserver
 from engine_shim.reference.clock import Clock, RealClock
+from engine_shim.reference.compactor import Compactor
 from engine_shim.reference.content import PatternContent, Runner, Work
+from engine_shim.reference.control_desk import ControlDesk
+from engine_shim.reference.elastic import ElasticConsumer, ElasticPages
 from engine_shim.reference.kv_cache import KVCache
 from engine_shim.reference.monitor import PoolMonitor
+from engine_shim.reference.mover import ReferenceMover
+from engine_shim.reference.resize import PoolSize
 from engine_shim.reference.scheduler import Limits, Scheduler
 from engine_shim.reference.sequence import Sequence
 from engine_shim.reference.transfer import Transfers, TransferTotals
@@ -88,9 +97,12 @@ class Engine:
         transfer_every: int = 1,
         verify_every: int = 0,
         relocation_bytes: int = RELOCATION_BYTES,
+        compaction: RunSettings | None = None,
+        elastic: bool = False,
     ) -> None:
         """`transfer_every`: each n-th finished sequence is sent. `verify_every`: steps between checks of contents,
-        which pattern mode alone can do. `relocation_bytes`: what the pool's policy may have copied in one step."""
+        which pattern mode alone can do. `relocation_bytes`: what the pool's policy may have copied in one step.
+        `compaction`: budgets of a run. `elastic`: memory that a run has emptied is given back to the host."""
         if relocation_bytes < 0:
             raise SettingsError(f"relocation_bytes={relocation_bytes} must be 0 or more")
         if transfer_every < 1:
@@ -108,6 +120,18 @@ class Engine:
         self._transfer_every = transfer_every
         self._verify_every = verify_every
         self._verify_turn = 0
+        self.elastic = ElasticPages(cache) if elastic else None
+        mover = ReferenceMover(pool, cache, runner, lambda: self.scheduler.running, before_write=self._take)
+        self.compaction = Compactor(
+            mover,
+            pool.num_blocks,
+            defaults=compaction,
+            consumer=ElasticConsumer(self.elastic, pool, mover.moves) if self.elastic is not None else None,
+            wake=self._clock.wake,
+        )
+        self.size = PoolSize(pool, mover.moves, self.compaction, self._copy, self._sequences)
+        self.desk = ControlDesk(ControlMailbox(self._clock.wake), pool, self.compaction, set_policy=self.set_policy)
+        self._control: ControlServer | None = None
         self._started = self._clock.now()
         self._served = self._rejected = self._steps = 0
         self._computed_tokens = self._output_tokens = 0
@@ -124,6 +148,10 @@ class Engine:
         self.scheduler.add(sequence)
         return True
 
+    def offer_control(self, map_path: Path) -> None:
+        """Serve the control socket beside this map; where that fails, a log line says why and the engine goes on."""
+        self._control = ControlServer.offer(map_path, self.desk.mailbox)
+
     def set_policy(self, name: str) -> None:
         """Let the pool go on under `vllm` or `relocating`, between two steps; SettingsError where it cannot."""
         self.pool.set_policy(name)
@@ -134,8 +162,12 @@ class Engine:
     def step(self) -> bool:
         """Compute one batch, and publish; False where nothing could go on."""
         self._collect_transfers()
+        self.desk.serve()
+        self.size.step()
+        self.compaction.step()
         batch = self.scheduler.schedule()
         if batch:
+            self._take(_written(batch, self.pool.block_tokens))
             self._advance(batch, self.runner.run(batch))
             self._steps += 1
             if self._verify_every and self._steps % self._verify_every == 0:
@@ -172,7 +204,9 @@ class Engine:
                 self._clock.wait(next_step - self._clock.now())
                 continue
             in_flight = self._transfers.in_flight if self._transfers else 0
-            if until_idle and upcoming is None and not self.scheduler.has_work and not in_flight:
+            if self.compaction.wants_step or self.size.wants_step:
+                continue  # an idle engine is the best time to move blocks
+            if until_idle and not (upcoming or self.scheduler.has_work or in_flight or self.compaction.active):
                 return
             pause = IDLE_STEP_SECONDS
             if upcoming is not None:
@@ -191,6 +225,10 @@ class Engine:
 
     def close(self) -> None:
         """End transfers and release every block, so that observers see an empty pool."""
+        self.compaction.abort("the engine is shutting down")
+        self.compaction.step()
+        if self._control is not None:
+            self._control.close()
         if self._transfers is not None:
             self._transfers.close()
             self._collect_transfers()
@@ -279,7 +317,16 @@ class Engine:
             for sequence in self._transfers.collect():
                 self.scheduler.release(sequence)
 
+    def _take(self, blocks: Iterable[int]) -> None:
+        if self.elastic is not None:
+            self.elastic.take(blocks)
+
+    def _sequences(self) -> Iterator[Sequence]:
+        yield from self.scheduler.running
+        yield from self.scheduler.waiting
+
     def _copy(self, copies: Items[tuple[int, int]]) -> None:
+        self._take(destination for _, destination in copies)
         self.cache.copy_blocks(copies)
         self.runner.copied(copies)
 
@@ -303,3 +350,9 @@ class Engine:
         self._mismatched += len(found)
         for mismatch in found:
             log.error("%s", mismatch)
+
+
+def _written(batch: Items[Work], block_tokens: int) -> Iterator[int]:
+    """The blocks that a batch writes to."""
+    for work in batch:
+        yield from work.sequence.table[work.start // block_tokens : -(-work.stop // block_tokens)]
