@@ -128,29 +128,63 @@ def simulate(
     policy: Annotated[
         list[str] | None, typer.Option(envvar="KVATLAS_POLICY", help="Repeatable; all by default.")
     ] = None,
-    blocks: Annotated[int, typer.Option(envvar="KVATLAS_BLOCKS", help="Blocks of the pool.")] = 60_000,
+    blocks: Annotated[
+        int | None,
+        typer.Option(envvar="KVATLAS_BLOCKS", help="Blocks of the pool; 60000, or with --compare the trace's sizes."),
+    ] = None,
     block_size: Annotated[int, typer.Option(envvar="KVATLAS_BLOCK_SIZE", help="Tokens in a block.")] = 16,
     headroom: Annotated[float, typer.Option(envvar="KVATLAS_HEADROOM", help="Share that new sequences leave.")] = 0.10,
     max_seqs: Annotated[int, typer.Option(envvar="KVATLAS_MAX_SEQS", help="Sequences that run at once.")] = 256,
     prefix_cache: Annotated[bool, typer.Option(envvar="KVATLAS_PREFIX_CACHE", help="Keep freed prefixes.")] = True,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", envvar="KVATLAS_SIMULATE_COMPARE", help="Table of policies at several pool sizes."),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(envvar="KVATLAS_SIMULATE_PLOT", help="With --compare: write a plot to this HTML file."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Replay a trace against allocation policies and compare them."""
+    from agent.compare_command import (
+        COMPARED_POLICIES,
+        comparison_json,
+        pool_sizes,
+        render_comparison,
+        require_plotting,
+        write_plot,
+    )
     from agent.simulate_command import render_simulation
+    from engine_shim.errors import SettingsError
     from engine_shim.policies import POLICIES
+    from engine_shim.simulator import DEFAULT_BLOCKS
     from engine_shim.simulator import simulate as run
     from engine_shim.workload import load_workload
 
-    report = run(
-        load_workload(trace),
-        policies=tuple(policy or POLICIES),
-        blocks=blocks,
-        block_tokens=block_size,
-        headroom=headroom,
-        max_sequences=max_seqs,
-        prefix_cache=prefix_cache,
-    )
-    _print(report.to_json()) if as_json else print(render_simulation(report))
+    if plot is not None and not compare:
+        raise SettingsError("--plot draws a comparison; add --compare")
+    if plot is not None:
+        require_plotting()
+    workload = load_workload(trace)
+    reports = [
+        run(
+            workload,
+            policies=tuple(policy or (COMPARED_POLICIES if compare else POLICIES)),
+            blocks=size,
+            block_tokens=block_size,
+            headroom=headroom,
+            max_sequences=max_seqs,
+            prefix_cache=prefix_cache,
+        )
+        for size in (pool_sizes(trace, blocks) if compare else (DEFAULT_BLOCKS if blocks is None else blocks,))
+    ]
+    if plot is not None:
+        write_plot(reports, plot)
+    if compare:
+        _print(comparison_json(reports)) if as_json else print(render_comparison(reports))
+    else:
+        _print(reports[0].to_json()) if as_json else print(render_simulation(reports[0]))
 
 
 @app.command()
