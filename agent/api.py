@@ -10,8 +10,10 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
 from agent import presenter, wire
+from agent.api_compaction import add_compaction
 from agent.api_errors import ApiError, add_error_handlers, json_response
 from agent.cells import map_cells
+from agent.compaction_driver import CompactionDriver
 from agent.docs_page import render_docs
 from agent.exporter import CONTENT_TYPE, Exporter
 from agent.history import MAX_POINTS, METRICS, History
@@ -35,6 +37,7 @@ class ApiContext:
     exporter: Exporter
     history: History
     guard: WriteGuard
+    compaction: CompactionDriver
     version: str
     interval_seconds: float
     threshold: float
@@ -55,6 +58,8 @@ def create_app(context: ApiContext) -> FastAPI:
     add_error_handlers(app)
     _add_probes(app, context)
     _add_engines(app, context)
+    may_change = require_writer(context)
+    add_compaction(app, context.compaction, lambda id: _sample(context, id), may_change, context.guard)
     return app
 
 
@@ -100,12 +105,16 @@ def _add_probes(app: FastAPI, context: ApiContext) -> None:
         return HTMLResponse(render_docs(app.openapi()))
 
 
+def _sample(context: ApiContext, id: str) -> PoolSample:
+    found = context.view().samples.get(id)
+    if found is None:
+        raise ApiError(404, "not_found", f"no pool {id!r}", "GET /v1/engines lists the pools that are known")
+    return found
+
+
 def _add_engines(app: FastAPI, context: ApiContext) -> None:
     def sample(id: str) -> PoolSample:
-        found = context.view().samples.get(id)
-        if found is None:
-            raise ApiError(404, "not_found", f"no pool {id!r}", "GET /v1/engines lists the pools that are known")
-        return found
+        return _sample(context, id)
 
     @app.get("/v1/engines", response_model=wire.EngineList, tags=["engines"])
     async def engines() -> Response:

@@ -14,6 +14,8 @@ from types import FrameType
 import uvicorn
 
 from agent.api import ApiContext, create_app
+from agent.audit import AuditLog
+from agent.compaction_driver import CompactionDriver
 from agent.config import AgentSettings
 from agent.exporter import Exporter
 from agent.history import MemoryHistory
@@ -51,13 +53,17 @@ def run_agent(settings: AgentSettings) -> None:
         settings=settings.sampler(),
         clock=clock,
     )
-    exporter = Exporter(lambda: sampler.view, clock=clock)
+    audit = AuditLog(settings.audit_log)
+    driver = CompactionDriver(settings.compaction_driver(), audit, clock=clock)
+    sampler.subscribe(lambda: driver.notice(sampler.view))
+    exporter = Exporter(lambda: sampler.view, clock=clock, tallies=driver.tallies)
     sampler.subscribe(exporter.refresh)
     context = ApiContext(
         view=lambda: sampler.view,
         exporter=exporter,
         history=history,
         guard=guard,
+        compaction=driver,
         version=__version__,
         interval_seconds=settings.interval_seconds,
         threshold=settings.threshold,
@@ -91,16 +97,23 @@ def run_agent(settings: AgentSettings) -> None:
     # The server raises the signal that ended it once more after its shutdown; this makes the process end with 0.
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
-    log.event("listening", address=address, version=__version__, writes_enabled=guard.enabled)
+    log.event(
+        "listening", address=address, version=__version__, writes_enabled=guard.enabled, compaction=settings.compaction
+    )
     if not guard.enabled:
         log.event("changes are off: listening beyond loopback without a token", level=logging.WARNING)
     thread = threading.Thread(target=sampler.run, name="sampler", daemon=True)
+    deciding = threading.Thread(target=driver.run, name="compaction", daemon=True)
     thread.start()
+    deciding.start()
     try:
         server.run(sockets=[listener])
     finally:
         sampler.stop()
+        driver.stop()
         thread.join(SHUTDOWN_SECONDS)
+        deciding.join(SHUTDOWN_SECONDS)
+        audit.close()
         if not thread.is_alive():
             sampler.close()
         listener.close()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -89,6 +89,42 @@ def agent(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (KVATLAS_LOG_LEVEL).")] = None,
     token: Annotated[str | None, typer.Option(help="Seen by other users; better KVATLAS_TOKEN.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File that holds the token (KVATLAS_TOKEN_FILE).")] = None,
+    compaction: Annotated[
+        str | None, typer.Option(help="off, reference, all, or engine ids by commas (KVATLAS_COMPACTION).")
+    ] = None,
+    compaction_enter: Annotated[
+        float | None, typer.Option(help="Act above this rate (KVATLAS_COMPACTION_ENTER).")
+    ] = None,
+    compaction_exit: Annotated[
+        float | None, typer.Option(help="An episode ends at this rate (KVATLAS_COMPACTION_EXIT).")
+    ] = None,
+    compaction_target: Annotated[
+        float | None, typer.Option(help="Rate that a run comes down to (KVATLAS_COMPACTION_TARGET).")
+    ] = None,
+    compaction_for_seconds: Annotated[
+        float | None, typer.Option(help="That an episode must last (KVATLAS_COMPACTION_FOR_SECONDS).")
+    ] = None,
+    compaction_cooldown_seconds: Annotated[
+        float | None, typer.Option(help="Between runs (KVATLAS_COMPACTION_COOLDOWN_SECONDS).")
+    ] = None,
+    compaction_written_share: Annotated[
+        float | None, typer.Option(help="Moved bytes per written KV byte (KVATLAS_COMPACTION_WRITTEN_SHARE).")
+    ] = None,
+    compaction_relocation: Annotated[
+        bool | None, typer.Option(help="Use relocating allocation (KVATLAS_COMPACTION_RELOCATION).")
+    ] = None,
+    compaction_relocation_copies: Annotated[
+        float | None, typer.Option(help="Copies per allocated block (KVATLAS_COMPACTION_RELOCATION_COPIES).")
+    ] = None,
+    compaction_require_consumer: Annotated[
+        bool | None, typer.Option(help="Only for engines with a consumer (KVATLAS_COMPACTION_REQUIRE_CONSUMER).")
+    ] = None,
+    compaction_consumers: Annotated[
+        str | None, typer.Option(help="Consumers of contiguous blocks, by commas (KVATLAS_COMPACTION_CONSUMERS).")
+    ] = None,
+    audit_log: Annotated[
+        Path | None, typer.Option(help="File for what was decided and asked for (KVATLAS_AUDIT_LOG).")
+    ] = None,
 ) -> None:
     """Run the sidecar: sample every map of this host and serve the API and /metrics."""
     from agent.app import run_agent
@@ -106,6 +142,18 @@ def agent(
         "log_level": log_level,
         "token": token,
         "token_file": token_file,
+        "compaction": compaction,
+        "compaction_enter": compaction_enter,
+        "compaction_exit": compaction_exit,
+        "compaction_target": compaction_target,
+        "compaction_for_seconds": compaction_for_seconds,
+        "compaction_cooldown_seconds": compaction_cooldown_seconds,
+        "compaction_written_share": compaction_written_share,
+        "compaction_relocation": compaction_relocation,
+        "compaction_relocation_copies": compaction_relocation_copies,
+        "compaction_require_consumer": compaction_require_consumer,
+        "compaction_consumers": compaction_consumers,
+        "audit_log": audit_log,
     }
     run_agent(load_settings({name: value for name, value in given.items() if value is not None}, file=config))
 
@@ -120,6 +168,38 @@ def map_(
 
     facts = describe_map(file)
     _print(facts) if as_json else print(render_map(facts))
+
+
+@app.command()
+def compact(
+    engine: Annotated[str, typer.Argument(help="An engine id, an id as in /v1/engines, or a map file.")],
+    target: Annotated[
+        float, typer.Option(envvar="KVATLAS_COMPACT_TARGET", help="Fragmentation rate to come down to.")
+    ] = 0.10,
+    max_moves: Annotated[
+        int | None, typer.Option(envvar="KVATLAS_COMPACT_MAX_MOVES", help="Blocks to move at most.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", envvar="KVATLAS_COMPACT_DRY_RUN", help="Say what a run would move.")
+    ] = False,
+    off: Annotated[
+        bool, typer.Option("--off", envvar="KVATLAS_COMPACT_OFF", help="Forbid moves; ends a run in progress.")
+    ] = False,
+    on: Annotated[bool, typer.Option("--on", envvar="KVATLAS_COMPACT_ON", help="Allow moves again.")] = False,
+    audit_log: Annotated[
+        Path | None, typer.Option(envvar="KVATLAS_AUDIT_LOG", help="File to note this in; better the agent's own.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Move live blocks of one engine until its fragmentation is down, or switch that off and on."""
+    from agent.compact_command import Order, carry_out, render_result
+
+    if dry_run + off + on > 1:
+        raise SettingsError("give one of --dry-run, --off and --on")
+    what: Literal["run", "plan", "off", "on"] = "plan" if dry_run else "off" if off else "on" if on else "run"
+    result = carry_out(engine, Order(what, target, max_moves), audit_log)
+    _print(result.facts) if as_json else print(render_result(result))
+    return 0 if result.fine else EXIT_FAILED
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -14,6 +14,7 @@ from agent import wire
 from engine_shim.errors import KvatlasError
 
 DEFAULT_URL = "http://127.0.0.1:9477"
+RUN_GRACE_SECONDS = 15.0  # beyond a run's own time: the engine comes to its step boundaries, and the agent answers
 
 Model = TypeVar("Model", bound=wire.WireModel)
 
@@ -74,10 +75,38 @@ class AgentClient:
         query: dict[str, str | int | float] = {"metric": metric, "from": now - seconds, "to": now, "step": step}
         return self._get(wire.History, _engine_path(id) + "/history", query)
 
+    def compaction(self, id: str, *, plan: bool = False, target: float | None = None) -> wire.CompactionState:
+        """The policy's state; with `plan`, also what a run would move."""
+        query: dict[str, str | int | float] = {"plan": "true" if plan else "false"}
+        if target is not None:
+            query["target"] = target
+        return self._get(wire.CompactionState, _engine_path(id) + "/compaction", query)
+
+    def compact(self, id: str, order: wire.CompactionOrder | None = None) -> wire.CompactionRun:
+        """Have a run made, and wait for its end; needs the token where the agent has one."""
+        order = order or wire.CompactionOrder()
+        path, patience = _engine_path(id) + "/compaction", order.max_seconds + RUN_GRACE_SECONDS
+        return self._ask(wire.CompactionRun, "POST", path, json=order.model_dump(), timeout=patience)
+
+    def switch_moving_off(self, id: str) -> wire.CompactionSwitch:
+        """The kill switch; needs the token where the agent has one."""
+        path = _engine_path(id) + "/compaction"
+        return self._ask(wire.CompactionSwitch, "DELETE", path, timeout=RUN_GRACE_SECONDS)
+
+    def compactions(self, engine: str | None = None, limit: int = 100) -> wire.CompactionList:
+        """What was decided and asked for, newest first."""
+        query: dict[str, str | int | float] = {"limit": limit}
+        if engine is not None:
+            query["engine"] = engine
+        return self._get(wire.CompactionList, "/v1/compactions", query)
+
     def _get(self, model: type[Model], path: str, query: Mapping[str, str | int | float] | None = None) -> Model:
+        return self._ask(model, "GET", path, params=query)
+
+    def _ask(self, model: type[Model], method: str, path: str, **request: Any) -> Model:
         url = self._base_url + path
         try:
-            response = self._http.get(url, params=query)
+            response = self._http.request(method, url, **request)
         except httpx.HTTPError as error:
             raise AgentUnavailable(f"no answer from the agent at {self._base_url}: {_describe(error)}") from error
         except httpx.InvalidURL as error:

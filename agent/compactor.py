@@ -60,6 +60,11 @@ class CompactionPolicy:
             return self._did_not_last(state, f"the last run left F at {after:.2f}: {result.reason}", now)
         return state
 
+    def not_begun(self, state: PolicyState, now: float) -> PolicyState:
+        """The run that was asked for has not begun, since the engine was at somebody else's: ask again later."""
+        until = max(now + self.settings.cooldown_seconds, state.hold_until or now)
+        return replace(state, run_since=None, reserved_bytes=0, hold_until=until)
+
     def budget_bytes(self, state: PolicyState, seen: Observation) -> int:
         """Bytes that live moves may still amount to, besides those of a run under way."""
         written = max(0, seen.written_bytes - state.written_start)

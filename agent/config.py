@@ -12,6 +12,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from agent.compaction_model import PolicySettings
+from agent.compaction_settings import DriverSettings, Scope
 from agent.judgement import Limits
 from agent.sampler import SamplerSettings
 from engine_shim.errors import SettingsError
@@ -48,11 +50,55 @@ class AgentSettings(BaseSettings):
     token: SecretStr | None = Field(default=None, description="bearer token for requests that change something")
     token_file: Path | None = Field(default=None, description="file that holds the token, instead of `token`")
 
+    compaction: str = Field(
+        default="reference",
+        description="engines that the agent may change: off, reference (our own), all, or engine ids by commas",
+    )
+    compaction_enter: float = Field(default=0.30, ge=0, le=1, description="act above this fragmentation rate")
+    compaction_exit: float = Field(default=0.20, ge=0, le=1, description="an episode ends at this one")
+    compaction_target: float = Field(default=0.10, ge=0, le=1, description="rate that a run is to come down to")
+    compaction_for_seconds: float = Field(
+        default=10.0, ge=0, le=86_400, description="that an episode must last before anything is done"
+    )
+    compaction_cooldown_seconds: float = Field(
+        default=30.0, ge=0, le=86_400, description="between the end of a run and the next one"
+    )
+    compaction_written_share: float = Field(
+        default=0.01, ge=0, le=1, description="share of the KV bytes written that moves of live blocks may amount to"
+    )
+    compaction_relocation: bool = Field(default=True, description="switch relocating allocation on where there is one")
+    compaction_relocation_copies: float = Field(
+        default=2.0, ge=0, le=1000, description="copies per allocated block that relocation may cost"
+    )
+    compaction_require_consumer: bool = Field(
+        default=False, description="do nothing for an engine without a consumer of contiguous blocks"
+    )
+    compaction_consumers: str = Field(
+        default="", description="consumers that the engines have, by commas, besides those that they name themselves"
+    )
+    audit_log: Path | None = Field(default=None, description="file of JSON lines for what was decided and asked for")
+
     @field_validator("listen")
     @classmethod
     def _listen_is_an_address(cls, value: str) -> str:
         parse_address(value)
         return value
+
+    @field_validator("compaction")
+    @classmethod
+    def _compaction_is_a_scope(cls, value: str) -> str:
+        Scope.parse(value)
+        return value
+
+    @model_validator(mode="after")
+    def _thresholds_are_in_order(self) -> Self:
+        if not self.compaction_target <= self.compaction_enter or not self.compaction_exit <= self.compaction_enter:
+            named = f"compaction_enter={self.compaction_enter:g}"
+            raise ValueError(
+                f"{named} is below compaction_exit={self.compaction_exit:g} or"
+                f" compaction_target={self.compaction_target:g}: both must be at most as high"
+            )
+        return self
 
     @model_validator(mode="after")
     def _history_fits(self) -> Self:
@@ -83,6 +129,22 @@ class AgentSettings(BaseSettings):
     def sampler(self) -> SamplerSettings:
         limits = Limits(stall_seconds=self.stall_seconds, stale_seconds=self.stale_seconds)
         return SamplerSettings(self.interval_seconds, self.gone_seconds, limits)
+
+    def compaction_driver(self) -> DriverSettings:
+        policy = PolicySettings(
+            enter=self.compaction_enter,
+            exit=self.compaction_exit,
+            for_seconds=self.compaction_for_seconds,
+            cooldown_seconds=self.compaction_cooldown_seconds,
+            written_share=self.compaction_written_share,
+            relocation=self.compaction_relocation,
+            relocation_copies_per_block=self.compaction_relocation_copies,
+            require_consumer=self.compaction_require_consumer,
+        )
+        consumers = tuple(name.strip() for name in self.compaction_consumers.split(",") if name.strip())
+        return DriverSettings(
+            policy=policy, scope=Scope.parse(self.compaction), target=self.compaction_target, consumers=consumers
+        )
 
     def read_token(self) -> str | None:
         """The token itself. Raises SettingsError where the file cannot be read or holds none."""

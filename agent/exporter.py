@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from agent.compaction_tally import Tally, tally_families
 from agent.model import AgentView, Clock, PoolSample
 from engine_shim.layout import COUNTERS, HISTOGRAMS
 from engine_shim.snapshot import Histogram
@@ -53,10 +54,13 @@ assert set(_HISTOGRAMS) == set(HISTOGRAMS)  # noqa: S101 - a fault of ours, at i
 class Exporter:
     """The text of /metrics. Each one has a registry of its own, so that any number may live in one process."""
 
-    def __init__(self, view: Callable[[], AgentView], *, clock: Clock) -> None:
+    def __init__(
+        self, view: Callable[[], AgentView], *, clock: Clock, tallies: Callable[[], Mapping[str, Tally]] = dict
+    ) -> None:
+        """`tallies` are of compaction, by pool id."""
         self._clock = clock
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(PoolCollector(view, clock))
+        self.registry.register(PoolCollector(view, clock, tallies))
         self._text: tuple[float, bytes] = (-math.inf, b"")  # when it was rendered; swapped as one
         self._asked = -math.inf
 
@@ -105,9 +109,10 @@ class _Escaped(dict[str, str]):
 class PoolCollector(Collector):
     """Every family from one view; families that have no sample are left out."""
 
-    def __init__(self, view: Callable[[], AgentView], clock: Clock) -> None:
+    def __init__(self, view: Callable[[], AgentView], clock: Clock, tallies: Callable[[], Mapping[str, Tally]]) -> None:
         self._view = view
         self._clock = clock
+        self._tallies = tallies
 
     def describe(self) -> Iterable[Metric]:
         return []  # else register() would already collect
@@ -115,7 +120,10 @@ class PoolCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         view, now = self._view(), self._clock.wall()
         pools = _present(view)
-        for family in (*_engine_families(pools, now), *_pool_families(pools, now), *_counter_families(pools)):
+        by_id = [(labels, sample.id) for labels, sample in pools]
+        compaction = tally_families(by_id, self._tallies(), PREFIX, LABELS)
+        known = (*_engine_families(pools, now), *_pool_families(pools, now), *_counter_families(pools))
+        for family in (*known, *compaction):
             if family.samples:
                 yield family
         yield GaugeMetricFamily(

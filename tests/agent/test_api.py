@@ -15,6 +15,9 @@ from fastapi.testclient import TestClient
 
 from agent import wire
 from agent.api import ApiContext, create_app, require_writer
+from agent.audit import AuditLog
+from agent.compaction_driver import CompactionDriver
+from agent.compaction_settings import DriverSettings
 from agent.exporter import Exporter
 from agent.forecast import ExhaustionForecast
 from agent.fragmentation import analyze
@@ -55,6 +58,7 @@ class World:
             exporter=Exporter(lambda: self.view, clock=clock),
             history=self.history,
             guard=WriteGuard(token="secret", listens_on_loopback=True),
+            compaction=CompactionDriver(DriverSettings(), AuditLog(None), clock=clock),
             version="1.2.3",
             interval_seconds=1.0,
             threshold=0.3,
