@@ -113,6 +113,8 @@ class KVCache:
         size = int(np.prod(shape)) * self.dtype.itemsize
         # Private: of a shared anonymous mapping the kernel keeps the pages that are given back.
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A core dump need not hold gigabytes of keys; and the kernel keeps such mappings apart from other memory.
+        mapping.madvise(mmap.MADV_DONTDUMP)
         self.maps.append(mapping)
         return torch.frombuffer(mapping, dtype=self.dtype).view(shape).zero_()
 

@@ -1,0 +1,299 @@
+"""Whom compaction serves: transfers get longer runs, a pool can be made smaller, and emptied pages go to the host."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine_shim.compaction_report import CompactionReport, Outcome
+from engine_shim.compaction_run import RunSettings
+from engine_shim.errors import ControlRefused, PoolError, SettingsError
+from engine_shim.layout import BlockState
+from engine_shim.reference.consumers import transfer_cost
+from engine_shim.reference.elastic import ElasticPages, resident_bytes
+from engine_shim.reference.engine import Engine
+from engine_shim.reference.geometry import named_geometry
+from engine_shim.reference.kv_cache import KVCache
+from engine_shim.reference.sequence import sequence_of
+from engine_shim.tail_plan import plan_tail
+from engine_shim.workload import TraceRequest
+
+EngineMaker = Callable[..., Engine]
+FREE, CACHED, USED, PINNED, RESERVED = BlockState
+QUICK = RunSettings(target=0.0, max_step_seconds=1.0)
+
+
+def scattered(engine: Engine, count: int = 24, *, output: int = 120, salt: int = 0) -> Engine:
+    """Every other sequence ends soon, so that gaps are left between the others' blocks."""
+    for index in range(count):
+        tokens = output if index % 2 else 6
+        request = TraceRequest(index, 0.0, 60 + 16 * (index % 3), tokens, (5000 + 100 * salt + index,))
+        assert engine.submit(sequence_of(request, 16))
+    for _ in range(8):
+        engine.step()
+    assert engine.scheduler.running
+    return engine
+
+
+def compact(engine: Engine, wanted: RunSettings = QUICK) -> CompactionReport:
+    reports: list[CompactionReport] = []
+    engine.compaction.start(wanted, done=reports.append)
+    while engine.compaction.active:
+        engine.compaction.step()
+    return reports[0]
+
+
+# Transfer
+
+
+def test_transfers_need_fewer_descriptors_after_a_run(make_engine: EngineMaker, tmp_path: Path) -> None:
+    """The cost that is predicted from tables is what the real transfers pay."""
+    sent, predicted, runs = [], [], []
+    for move in (False, True):
+        engine = make_engine(blocks=512, transfer_folder=tmp_path / str(move), prefix_cache=False, policy="fifo")
+        for index in range(60):
+            assert engine.submit(sequence_of(TraceRequest(index, 0.0, 30, 150 if index % 3 else 20, (index,)), 16))
+            engine.step()
+            engine.step()
+        if move:
+            report = compact(engine)
+            assert report.moved_blocks > 0
+            runs = [report.before.sequence_runs, report.predicted.sequence_runs, report.after.sequence_runs]
+        before = engine.report().transfers.descriptors
+        running = list(engine.scheduler.running)
+        predicted.append(transfer_cost(running, len(engine.cache.tensors)))
+        for sequence in running:
+            engine.scheduler.finish(sequence)
+            engine._transfers.start(sequence)  # type: ignore[union-attr]
+        deadline = time.monotonic() + 30
+        while engine._transfers.in_flight and time.monotonic() < deadline:  # type: ignore[union-attr]
+            engine.step()
+        sent.append(engine.report().transfers.descriptors - before)
+    assert [cost.descriptors for cost in predicted] == sent
+    assert predicted[0].blocks == predicted[1].blocks
+    assert sent[1] < sent[0]
+    assert runs == [predicted[0].runs, predicted[1].runs, predicted[1].runs]
+    assert transfer_cost([], 8).runs_per_sequence is None
+
+
+# Shrink
+
+
+def states_of(engine: Engine) -> list[int]:
+    states: list[int] = engine.pool.states().tolist()
+    return states
+
+
+def test_a_pool_empties_its_tail_and_grows_again(make_engine: EngineMaker) -> None:
+    engine = scattered(make_engine(blocks=128))
+    assert USED in states_of(engine)[80:]
+    reports: list[CompactionReport] = []
+    engine.size.resize(80, done=reports.append)
+    with pytest.raises(ControlRefused):
+        engine.size.resize(100)
+    while engine.size.active:
+        engine.step()
+    (report,) = reports
+    assert report.outcome is Outcome.REACHED
+    assert report.moved_blocks > 0
+    assert set(states_of(engine)[80:]) == {RESERVED}
+    assert engine.pool.usable_blocks == 79
+    assert engine.size.blocks == 80
+    assert engine.verify_all() == []
+    for _ in range(400):
+        engine.step()
+    assert set(states_of(engine)[80:]) == {RESERVED}
+    assert engine.report().served_requests == 24
+    engine.size.resize(100)
+    assert states_of(engine).count(RESERVED) == 29
+    engine.size.resize(128)
+    assert states_of(engine).count(RESERVED) == 1
+    assert engine.pool.usable_blocks == 127
+    scattered(engine)
+    assert engine.verify_all() == []
+
+
+def test_prefixes_of_the_tail_are_kept_where_there_is_room(make_engine: EngineMaker) -> None:
+    engine = make_engine(blocks=128, policy="fifo")
+    for salt in range(5):  # fifo goes round the pool, so prefixes come to lie in its tail
+        scattered(engine, 6, output=20, salt=salt)
+        while engine.scheduler.has_work:
+            engine.step()
+    cached, free_below = engine.pool.num_cached, states_of(engine)[:100].count(FREE)
+    in_tail = states_of(engine)[100:].count(CACHED)
+    assert in_tail
+    engine.size.resize(100)
+    while engine.size.active:
+        engine.step()
+    assert engine.pool.num_cached == cached - max(0, in_tail - free_below)
+    assert engine.verify_all() == []
+
+
+def test_a_pool_is_not_made_too_small_for_what_it_serves(make_engine: EngineMaker) -> None:
+    engine = make_engine(blocks=128)
+    assert engine.submit(sequence_of(TraceRequest(0, 0.0, 800, 10, (1, 2)), 16))
+    for blocks, why in ((40, "needs 51"), (0, "can use 1 to 128"), (129, "can use 1 to 128")):
+        with pytest.raises(SettingsError, match=why):
+            engine.size.resize(blocks)
+    assert engine.pool.usable_blocks == 127
+
+
+def test_a_tail_in_transfer_is_waited_for_then_given_up(make_engine: EngineMaker) -> None:
+    now = [0.0]
+    engine = scattered(make_engine(blocks=128))
+    engine.size._clock = lambda: now[0]
+    held = [block for block in range(90, 128) if engine.pool.state(block) is USED][:2]
+    engine.pool.pin(held)
+    for seconds, outcome in ((100.0, Outcome.PARTIAL), (1.0, Outcome.REACHED)):
+        reports: list[CompactionReport] = []
+        engine.size.resize(90, settings=RunSettings(target=0.0, max_seconds=50.0), done=reports.append)
+        for _ in range(30):
+            engine.step()
+        assert engine.size.active
+        assert not engine.size.wants_step
+        now[0] += seconds
+        if outcome is Outcome.REACHED:
+            engine.pool.unpin(held)
+        while engine.size.active:
+            engine.step()
+        assert reports[0].outcome is outcome
+        assert states_of(engine).count(RESERVED) == (1 if outcome is Outcome.PARTIAL else 1 + 38)
+    assert engine.verify_all() == []
+
+
+def test_the_kill_switch_stops_a_resize(make_engine: EngineMaker) -> None:
+    engine = scattered(make_engine(blocks=128))
+    engine.compaction.set_moving(False)
+    reports: list[CompactionReport] = []
+    engine.size.resize(80, done=reports.append)
+    while engine.size.active:
+        engine.step()
+    assert reports[0].outcome in (Outcome.REFUSED, Outcome.PARTIAL)
+    assert reports[0].reason == "moving is switched off"
+    assert states_of(engine).count(RESERVED) == 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_tail_plan_moves_each_used_block_once(seed: int) -> None:
+    dice = np.random.default_rng(seed)
+    states = dice.choice([FREE, CACHED, USED, PINNED, RESERVED], size=60, p=[0.3, 0.2, 0.3, 0.1, 0.1]).astype(np.uint8)
+    owners = np.where(states == USED, dice.integers(1, 4, 60), 0)
+    keep = int(dice.integers(1, 60))
+    limit = None if seed % 2 else int(dice.integers(0, 8))
+    plan = plan_tail(states, keep=keep, owners=owners, positions=np.arange(60), max_moves=limit)
+    sources, destinations = plan.moves[:, 0], plan.moves[:, 1]
+    tail_used = np.flatnonzero(states[keep:] == USED) + keep
+    room = int((states[:keep] <= CACHED).sum())
+    assert (
+        sources.tolist()
+        == tail_used[tail_used.size - min(tail_used.size, room, 99 if limit is None else limit) :].tolist()
+    )
+    assert len(set(destinations.tolist())) == len(destinations)
+    assert (destinations < keep).all()
+    assert (states[destinations] <= CACHED).all()
+    emptied = sources.size == tail_used.size and not (states[keep:] == PINNED).any()
+    assert plan.meets_target == emptied
+    assert plan.limited == (sources.size < tail_used.size)
+
+
+def test_a_tail_plan_refuses_what_is_no_pool() -> None:
+    with pytest.raises(PoolError):
+        plan_tail([[0]], keep=0)
+    with pytest.raises(SettingsError):
+        plan_tail([0, 0], keep=3)
+
+
+# Elastic
+
+
+@pytest.mark.parametrize("evict", [False, True])
+def test_emptied_pages_go_to_the_host_and_come_back(evict: bool, make_engine: EngineMaker) -> None:
+    engine = make_engine(blocks=2048, elastic=True, prefix_cache=evict)
+    assert engine.elastic is not None
+    consumer: Any = engine.compaction.consumer
+    consumer._evict = evict
+    gc.collect()  # else memory of engines that went before may leave while this is measured
+    scattered(engine, 60)
+    held = engine.elastic.resident_bytes()
+    report = compact(engine, RunSettings(target=0.05, max_step_seconds=1.0))
+    returned = held - engine.elastic.resident_bytes()
+    assert report.outcome is Outcome.REACHED
+    assert report.given_back_bytes_predicted is not None
+    assert report.given_back_bytes_predicted > engine.cache.nbytes // 2
+    assert report.given_back_bytes == engine.elastic.away_bytes == report.given_back_bytes_predicted
+    assert returned >= 0.95 * report.given_back_bytes_predicted
+    assert engine.verify_all() == []
+    again = compact(engine, RunSettings(target=0.05, max_step_seconds=1.0))
+    assert again.given_back_bytes == again.given_back_bytes_predicted
+    away = engine.elastic.away_bytes
+    scattered(engine, 200)
+    assert engine.verify_all() == []
+    taken = engine.elastic.taken_again_bytes
+    assert 0 < taken == away - engine.elastic.away_bytes
+    # A block is taken whole, and the kernel gives back only those of its pages that were written since.
+    assert engine.elastic.resident_bytes() - (held - returned) >= 0.7 * taken
+
+
+def test_what_is_allocated_meanwhile_is_not_given_back(make_engine: EngineMaker) -> None:
+    engine = make_engine(blocks=2048, elastic=True, prefix_cache=False)
+    scattered(engine, 60)
+    reports: list[CompactionReport] = []
+    engine.compaction.defaults = RunSettings(max_step_seconds=1e-9)
+    engine.compaction.start(RunSettings(target=0.05, max_step_seconds=1.0), done=reports.append)
+    while engine.compaction._report is None:
+        engine.compaction.step()
+    scattered(engine, 300)  # each of its steps gives one slab back
+    while engine.compaction.active:
+        engine.step()
+    report = reports[0]
+    assert report.given_back_bytes is not None
+    assert report.given_back_bytes_predicted is not None
+    assert 0 < report.given_back_bytes < report.given_back_bytes_predicted
+    assert engine.verify_all() == []
+
+
+def test_rows_smaller_than_a_page_are_returned_by_whole_pages_only() -> None:
+    cache = KVCache(named_geometry("stories260K"), 64)  # 1 KiB a block and tensor: four blocks a page
+    pages = ElasticPages(cache)
+    per_page = 4096 * len(cache.tensors)
+    free = np.ones(64, np.bool_)
+    free[[5, 63]] = False
+    assert pages.predict(0, free) == 14 * per_page
+    for tensor in cache.tensors:
+        tensor.fill_(1.0)
+    assert pages.give_back(0, free) == 14 * per_page
+    assert pages.give_back(0, free) == 0
+    for tensor in cache.tensors:
+        assert bool((tensor[4:8] == 1.0).all())
+        assert bool((tensor[60:] == 1.0).all())
+        assert not bool(tensor[8:60].any())
+    pages.take([9, 10, 59])
+    assert pages.taken_again_bytes == 2 * per_page
+    assert pages.predict(3, np.ones(9, np.bool_)) == 2 * per_page  # blocks 4 to 11, which are here
+    pages.take([])
+
+
+def test_memory_of_a_device_is_not_returned() -> None:
+    cache = KVCache(named_geometry("test-tiny"), 4)
+    cache.maps.clear()
+    cache.device = torch.device("cuda")
+    with pytest.raises(SettingsError, match="not supported here: the KV cache lies on cuda"):
+        ElasticPages(cache)
+
+
+def test_smaps_are_read_by_mapping(tmp_path: Path) -> None:
+    smaps = tmp_path / "smaps"
+    smaps.write_text(
+        "7f0000000000-7f0000004000 rw-p 00000000 00:00 0 \nSize:  16 kB\nRss:   12 kB\n"
+        "7f0000008000-7f000000c000 rw-p 00000000 00:00 0 \nSize:  16 kB\nRss:    8 kB\n"
+        "7f0000010000-7f0000014000 rw-p 00000000 00:00 0 \nSize:  16 kB\nRss:    4 kB\n"
+    )
+    assert resident_bytes([(0x7F0000000000, 0x7F0000004000), (0x7F0000011000, 0x7F0000012000)], smaps) == 16 * 1024
+    assert resident_bytes([], smaps) == 0
