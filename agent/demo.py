@@ -21,7 +21,7 @@ from engine_shim.errors import SettingsError
 from engine_shim.workload import load_workload
 
 SCHEMA = "kvatlas.demo/v1"
-ENGINES = (("demo-vllm", "vllm", True), ("demo-lowest-free", "lowest-free", False))  # id, policy, prefix cache
+ENGINES = (("demo-vllm", "vllm"), ("demo-relocating", "relocating"))  # id, policy
 START_SECONDS = 120.0  # two torch imports on a slow disk
 SAMPLE_SECONDS = 1.0
 POLL_SECONDS = 0.2
@@ -70,12 +70,12 @@ def demo(
     page_address = None if no_dashboard else free_address(dashboard_listen)
     stop = _StopOnSignal()
     screen = Screen(quiet=as_json)
-    figures = [EngineFigures(engine_id, policy) for engine_id, policy, _ in ENGINES]
+    figures = [EngineFigures(engine_id, policy) for engine_id, policy in ENGINES]
     with Supervisor() as supervisor:
         engines = []
-        for engine_id, policy, prefix_cache in ENGINES:
+        for engine_id, policy in ENGINES:
             transfers = supervisor.scratch / f"{engine_id}.transfers"
-            arguments = [*served, *_engine_arguments(engine_id, policy, prefix_cache, transfers)]
+            arguments = [*served, *_engine_arguments(engine_id, policy, transfers)]
             engines.append(supervisor.start(engine_id, arguments, OMP_NUM_THREADS="1"))
         supervisor.start("agent", ["engine_shim.launcher", "agent", "--listen", joined(agent_address)])
         if page_address is not None:
@@ -99,9 +99,8 @@ def demo(
         raise ChildFailed("blocks did not hold what they must; the engine's own check found it")
 
 
-def _engine_arguments(engine_id: str, policy: str, prefix_cache: bool, transfers: Path) -> list[str]:
-    arguments = ["--engine-id", engine_id, "--policy", policy]
-    arguments += ["--prefix-cache" if prefix_cache else "--no-prefix-cache", "--verify-every", str(VERIFY_EVERY)]
+def _engine_arguments(engine_id: str, policy: str, transfers: Path) -> list[str]:
+    arguments = ["--engine-id", engine_id, "--policy", policy, "--verify-every", str(VERIFY_EVERY)]
     arguments += ["--transfer-dir", str(transfers), "--transfer-every", str(TRANSFER_EVERY)]
     return [*arguments, "--transfer-rate", str(TRANSFER_BYTES_PER_SECOND)]
 

@@ -69,6 +69,7 @@ class EngineFigures:
             "tokens_per_second": round(report["tokens_per_second"]),
             "preemptions": report["preemptions"],
             "prefix_hit_ratio": round(report["prefix_hit_tokens"] / query, 4) if query else None,
+            "relocation_copies": report["relocation_copies"],
             "transferred_sequences": report["transfers"]["sequences"],
             "verified_tokens": report["verified_tokens"],
             "mismatched_blocks": report["mismatched_blocks"],

@@ -99,7 +99,7 @@ def test_five_seconds_end_with_a_summary(start: Callable[..., Demo]) -> None:
     assert demo.process.returncode == 0, err
     assert f"http://127.0.0.1:{demo.port}" in out
     assert "Summary" in out
-    for word in ("demo-vllm", "demo-lowest-free", "served requests", "fragmentation rate p50", "prefix hit ratio"):
+    for word in ("demo-vllm", "demo-relocating", "served requests", "fragmentation rate p50", "prefix hit ratio"):
         assert word in out
     assert demo.leftovers() == []
 
@@ -110,17 +110,19 @@ def test_the_summary_as_json_has_real_figures(start: Callable[..., Demo]) -> Non
     assert demo.process.returncode == 0, err
     summary = json.loads(out)
     assert summary["schema"] == "kvatlas.demo/v1"
-    stock, lowest = summary["engines"]
-    assert (stock["policy"], lowest["policy"]) == ("vllm", "lowest-free")
-    for engine in (stock, lowest):
+    stock, relocating = summary["engines"]
+    assert (stock["policy"], relocating["policy"]) == ("vllm", "relocating")
+    assert stock["relocation_copies"] == 0
+    assert relocating["relocation_copies"] > 0
+    for engine in (stock, relocating):
         assert engine["kv_bytes"] == 8000 * 16 * 640
         assert engine["served_requests"] > 0
         assert engine["verified_tokens"] > 0
         assert engine["mismatched_blocks"] == 0
         assert 0 < engine["live_share_max"] <= 1
-    assert lowest["prefix_hit_ratio"] is None
+    assert relocating["prefix_hit_ratio"] is not None
     assert stock["prefix_hit_ratio"] is not None
-    assert stock["fragmentation_rate_p50"] > lowest["fragmentation_rate_p50"]
+    assert stock["fragmentation_rate_p50"] > relocating["fragmentation_rate_p50"]
 
 
 def test_a_killed_demo_leaves_nothing(start: Callable[..., Demo]) -> None:
@@ -229,7 +231,7 @@ def test_figures_of_nothing_are_none_not_zero() -> None:
     report = {
         "kv_bytes": 1, "served_requests": 0, "rejected_requests": 0, "computed_tokens": 0, "output_tokens": 0,
         "tokens_per_second": 0.0, "preemptions": 0, "prefix_query_tokens": 0, "prefix_hit_tokens": 0,
-        "verified_tokens": 0, "mismatched_blocks": 0, "transfers": {"sequences": 0},
+        "relocation_copies": 0, "verified_tokens": 0, "mismatched_blocks": 0, "transfers": {"sequences": 0},
     }  # fmt: skip
     summary = EngineFigures("one", "vllm").summary(report)
     for key in ("prefix_hit_ratio", "live_share_p50", "live_share_max", "fragmentation_rate_p50"):

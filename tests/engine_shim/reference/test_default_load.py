@@ -19,11 +19,11 @@ SMALLEST = Geometry("one-head", 1, 1, 4, 1, 4, 4, 16, "ours, for this test")
 SPEED = 2.0
 
 
-def serve(policy: str, *, prefix_cache: bool, seconds: float) -> Report:
+def serve(policy: str, *, seconds: float) -> Report:
     """The demo's engine on the demo's trace for so many seconds of the demo's clock."""
     workload = load_workload("mooncake-conversation")
     blocks = suggest_blocks(workload)
-    pool = BlockPool(blocks, policy=policy, prefix_cache=prefix_cache, reserved=(0,))
+    pool = BlockPool(blocks, policy=policy, reserved=(0,))
     cache = KVCache(SMALLEST, blocks)
     clock = VirtualClock()
     engine = Engine(pool, cache, PatternContent(cache), clock=clock)
@@ -32,9 +32,9 @@ def serve(policy: str, *, prefix_cache: bool, seconds: float) -> Report:
     return engine.report()
 
 
-@pytest.mark.parametrize(("policy", "prefix_cache"), [("vllm", True), ("lowest-free", False)])
-def test_the_live_share_is_plausible_within_thirty_seconds(policy: str, prefix_cache: bool) -> None:
-    report = serve(policy, prefix_cache=prefix_cache, seconds=30.0)
+@pytest.mark.parametrize("policy", ["vllm", "relocating"])
+def test_the_live_share_is_plausible_within_thirty_seconds(policy: str) -> None:
+    report = serve(policy, seconds=30.0)
     assert report.live_share_p50 is not None
     assert report.live_share_max is not None
     assert 0.25 <= report.live_share_p50 <= 0.5
@@ -42,12 +42,12 @@ def test_the_live_share_is_plausible_within_thirty_seconds(policy: str, prefix_c
 
 
 def test_the_policies_differ_as_they_should() -> None:
-    """The stock order scatters the allocatable blocks, the lowest address first does not."""
-    stock = serve("vllm", prefix_cache=True, seconds=60.0)
-    lowest = serve("lowest-free", prefix_cache=False, seconds=60.0)
+    """The stock order scatters the allocatable blocks; relocation does not, and finds the same prefixes."""
+    stock = serve("vllm", seconds=60.0)
+    relocating = serve("relocating", seconds=60.0)
     assert stock.fragmentation_p50 is not None
-    assert lowest.fragmentation_p50 is not None
+    assert relocating.fragmentation_p50 is not None
     assert stock.fragmentation_p50 > 0.8  # the first fill of the pool, still in order, counts too
-    assert lowest.fragmentation_p50 < 0.35
-    assert stock.prefix_hit_tokens > 0
-    assert lowest.prefix_hit_tokens == 0
+    assert relocating.fragmentation_p50 < 0.35
+    assert relocating.prefix_hit_tokens == stock.prefix_hit_tokens > 0
+    assert relocating.relocation_copies > 0
