@@ -172,9 +172,9 @@ class Stage:
     def engine(self, engine_id: str, *flags: str) -> str:
         """Id of the pool of a reference engine that serves a recorded trace."""
         served = ["--engine-id", engine_id, "--map-folder", str(self.folder), "--loop", "--end-with-parent"]
-        self._start(["-m", "engine_shim.reference", *served, *flags])
+        process = self._start(["-m", "engine_shim.reference", *served, *flags])
         name = f"{engine_id}.dp0.tp0.pp0.kv"
-        wait_until((self.folder / f"{name}.kvmap").exists, "the engine has made its map", 2 * START_SECONDS)
+        self._await(process, (self.folder / f"{name}.kvmap").exists, "the engine has made its map")
         return name
 
     def agent(self, port: int | None = None, **settings: str) -> tuple[str, subprocess.Popen[str]]:
@@ -185,7 +185,7 @@ class Stage:
             ["-m", "engine_shim.launcher", "agent", f"--listen=127.0.0.1:{port}", f"--dir={self.folder}", *flags]
         )
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(url + "/readyz"), "the agent is ready")
+        self._await(process, lambda: answers(url + "/readyz"), "the agent is ready")
         return url, process
 
     def dashboard(self, agent_url: str, base_path: str = "") -> tuple[str, subprocess.Popen[str]]:
@@ -195,7 +195,7 @@ class Stage:
             ["-m", "dashboard", f"--listen=127.0.0.1:{port}", f"--agent={agent_url}", f"--base-path={base_path}"]
         )
         url = f"http://127.0.0.1:{port}/" + (f"{base_path}/" if base_path else "")
-        wait_until(lambda: answers(url + "_stcore/health"), "the dashboard is up")
+        self._await(process, lambda: answers(url + "_stcore/health"), "the dashboard is up")
         return url, process
 
     def end(self) -> None:
@@ -208,11 +208,22 @@ class Stage:
                     with contextlib.suppress(BrokenPipeError):
                         stream.close()
 
+    def _await(self, process: subprocess.Popen[str], ready: Callable[[], bool], what: str) -> None:
+        """Until `ready`; a process that ended first fails the test with its own last words."""
+        wait_until(lambda: ready() or process.poll() is not None, what, 2 * START_SECONDS)
+        if process.poll() is not None:
+            pytest.fail(f"exit {process.returncode}: {self._log(self._processes.index(process)).read_text()[-2000:]}")
+
+    def _log(self, number: int) -> Path:
+        return self.folder.parent / f"{self.folder.name}-process-{number}.log"
+
     def _start(self, arguments: list[str], **streams: Any) -> subprocess.Popen[str]:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("KVATLAS_")}
         environment["OMP_NUM_THREADS"] = "1"
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | streams
-        process = subprocess.Popen([sys.executable, "-P", *arguments], text=True, env=environment, **streams)
+        with self._log(len(self._processes)).open("w") as log:
+            usual: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            command = [sys.executable, "-P", *arguments]
+            process = subprocess.Popen(command, text=True, env=environment, **(usual | streams))
         self._processes.append(process)
         return process
 
