@@ -1,8 +1,9 @@
 """Copies whole blocks between places of one KV cache: coalesced, in bounded memory, as if all were read first.
 
-On the host a run of neighbours is one memmove; pieces below a few KiB, where a call costs more than the bytes, are
-gathered into a buffer that stays in the processor's cache and scattered from there. On other devices each layer is
-one gather and one scatter on the current stream, in order with the engine's own work.
+On the host the way depends on how long a run of neighbours is: one memmove in each tensor, one strided copy through all
+tensors, or, where a call costs more than the bytes, a gather into a buffer that stays in the processor's cache and a
+scatter from there. On other devices each layer is one gather and one scatter on the current stream, in order with the
+engine's own work.
 """
 
 from __future__ import annotations
@@ -16,31 +17,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Blocks = NDArray[np.int64]
+Saved = NDArray[np.uint8] | Sequence[Tensor]  # contents of blocks, as `save` gave them
 
 MAX_TEMPORARY_BYTES = 64 << 20
-_WHOLE_RUN_BYTES = 4096  # from here on a memmove of its own is quicker than gather and scatter; measured on x86-64
+# Bytes of a run in one tensor from which on the next way is quicker: measured on x86-64, with cold caches.
+_STRIDED_BYTES = 2048
+_MEMMOVE_BYTES = 8192
 _BUFFER_BYTES = 256 << 10  # of the gather on the host: a part of a second-level cache
 _STASH = -1  # stands for the block that breaks a cycle
 
 
 class BlockCopier:
-    """Copies within one cache. `tensors` all have blocks first; `planes` are what one gather and one scatter may take
-    at once, each (parts, blocks, ...); `host` are the bytes of each tensor where they lie on the host, else empty."""
+    """Copies within one cache: of the host, where `host` has its bytes as (tensors, blocks, bytes of a block in one);
+    else in `planes`, what one gather and one scatter may take at once, each (parts, blocks, ...)."""
 
     def __init__(
         self,
         planes: Sequence[Tensor],
-        host: Sequence[memoryview],
+        host: NDArray[np.uint8] | None,
         num_blocks: int,
         *,
         max_bytes: int = MAX_TEMPORARY_BYTES,
     ) -> None:
         self._planes = [plane.view(plane.shape[0], num_blocks, -1) for plane in planes]
-        self._host = [(memory.cast("B"), memory.nbytes // num_blocks) for memory in host]
-        self._items = [
-            np.frombuffer(memory, np.dtype((np.void, size))) if size < _WHOLE_RUN_BYTES else None
-            for memory, size in self._host
-        ]
+        self._host = host
+        self._size = 0 if host is None else host.shape[2]
+        self._memories: list[memoryview] = []
+        if host is not None:
+            self._memories = [tensor.reshape(-1).data for tensor in host]
+            words = torch.int64 if self._size % 8 == 0 else torch.uint8
+            self._strided = torch.from_numpy(host).view(words)
+            self._items = [tensor.reshape(-1).view(np.dtype((np.void, self._size))) for tensor in host]
         self._max_bytes = max_bytes
 
     def copy(self, sources: Blocks, destinations: Blocks) -> None:
@@ -48,36 +55,49 @@ class BlockCopier:
         if not len(sources):
             return
         overlap = bool(np.isin(sources, destinations).any())
-        if not self._host:
+        if self._host is None:
             self._copy_planes(sources, destinations, overlap)
         elif overlap:
-            self._copy_in_order(_ordered(zip(sources.tolist(), destinations.tolist(), strict=True)))
+            _copy_in_order(self._host, _ordered(zip(sources.tolist(), destinations.tolist(), strict=True)))
         else:
             self._copy_on_host(sources, destinations)
 
-    def save(self, blocks: Blocks) -> list[Tensor]:
-        """The contents of blocks, copied out: one tensor for each plane. Takes as many bytes as the blocks have."""
-        where = torch.from_numpy(blocks)
-        return [plane.index_select(1, where.to(plane.device)) for plane in self._planes] if len(blocks) else []
+    def save(self, blocks: Blocks) -> Saved:
+        """The contents of blocks, copied out. Takes as many bytes as the blocks have."""
+        if not len(blocks):
+            return []
+        if self._host is None:
+            where = torch.from_numpy(blocks).to(self._planes[0].device)
+            return [plane.index_select(1, where) for plane in self._planes]
+        saved = np.empty((self._host.shape[0], len(blocks), self._size), np.uint8)
+        for first, target, length in _steps(blocks, np.arange(len(blocks))):
+            saved[:, target : target + length] = self._host[:, first : first + length]
+        return saved
 
-    def restore(self, saved: Sequence[Tensor], blocks: Blocks) -> None:
+    def restore(self, saved: Saved, blocks: Blocks) -> None:
         """Write saved contents to blocks, in the order in which they were saved."""
-        where = torch.from_numpy(blocks)
-        for plane, contents in zip(self._planes, saved, strict=False):
-            plane.index_copy_(1, where.to(plane.device), contents)
+        if not len(saved):
+            return
+        if isinstance(saved, np.ndarray) and self._host is not None:
+            for first, target, length in _steps(np.arange(len(blocks)), blocks):
+                self._host[:, target : target + length] = saved[:, first : first + length]
+            return
+        where = torch.from_numpy(blocks).to(self._planes[0].device)
+        for plane, contents in zip(self._planes, saved, strict=True):
+            plane.index_copy_(1, where, torch.as_tensor(contents))
 
     def digests(self, blocks: Sequence[int]) -> list[bytes]:
         """A digest of each block's contents over all tensors."""
         digests = []
         for block in blocks:
-            digest = blake2b(digest_size=16)
-            if self._host:
-                for memory, size in self._host:
-                    digest.update(memory[block * size : (block + 1) * size])
+            if self._host is not None:
+                contents = self._host[:, block].tobytes()
             else:
-                for plane in self._planes:
-                    digest.update(plane[:, block].contiguous().view(torch.uint8).cpu().numpy().tobytes())
-            digests.append(digest.digest())
+                parts = [
+                    plane[:, block].contiguous().view(torch.uint8).cpu().numpy().tobytes() for plane in self._planes
+                ]
+                contents = b"".join(parts)
+            digests.append(blake2b(contents, digest_size=16).digest())
         return digests
 
     def settle(self) -> None:
@@ -89,31 +109,23 @@ class BlockCopier:
 
     def _copy_on_host(self, sources: Blocks, destinations: Blocks) -> None:
         firsts, targets, lengths = _runs(sources, destinations)
-        for (memory, size), items in zip(self._host, self._items, strict=True):
-            whole = lengths * size >= _WHOLE_RUN_BYTES
-            if whole.any():
-                rows = zip(
-                    (firsts[whole] * size).tolist(),
-                    (targets[whole] * size).tolist(),
-                    (lengths[whole] * size).tolist(),
-                    strict=True,
-                )
-                for first, target, length in rows:
-                    memory[target : target + length] = memory[first : first + length]
-            if items is not None and not whole.all():
-                short = np.repeat(~whole, lengths)
-                _gather_and_scatter(items, sources[short], destinations[short], size)
-
-    def _copy_in_order(self, steps: Iterable[tuple[int, int]]) -> None:
-        steps = list(steps)
-        for memory, size in self._host:
-            stash = b""
-            for source, destination in steps:
-                if destination == _STASH:
-                    stash = bytes(memory[source * size : (source + 1) * size])
-                    continue
-                contents = stash if source == _STASH else memory[source * size : (source + 1) * size]
-                memory[destination * size : (destination + 1) * size] = contents
+        size = lengths * self._size
+        long, short = size >= _MEMMOVE_BYTES, size < _STRIDED_BYTES
+        if long.any():
+            slices = _slices(firsts[long] * self._size, targets[long] * self._size, size[long])
+            for memory in self._memories:
+                for read, write in slices:
+                    memory[write] = memory[read]
+        between = ~long & ~short
+        if between.any():
+            strided = self._strided
+            runs = zip(firsts[between].tolist(), targets[between].tolist(), lengths[between].tolist(), strict=True)
+            for first, target, length in runs:
+                strided.narrow(1, target, length).copy_(strided.narrow(1, first, length))
+        if short.any():
+            single = np.repeat(short, lengths)
+            for items in self._items:
+                _gather_and_scatter(items, sources[single], destinations[single], self._size)
 
     # On a device
 
@@ -144,6 +156,26 @@ def _runs(sources: Blocks, destinations: Blocks) -> tuple[Blocks, Blocks, Blocks
     breaks = (np.diff(sources) != 1) | (np.diff(destinations) != 1)
     starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
     return sources[starts], destinations[starts], np.diff(starts, append=len(sources))
+
+
+def _slices(firsts: Blocks, targets: Blocks, lengths: Blocks) -> list[tuple[slice, slice]]:
+    """What to read and where to write it: made once, and used for every tensor."""
+    reads = map(slice, firsts.tolist(), (firsts + lengths).tolist())
+    return list(zip(reads, map(slice, targets.tolist(), (targets + lengths).tolist()), strict=True))
+
+
+def _steps(sources: Blocks, destinations: Blocks) -> Iterable[tuple[int, int, int]]:
+    firsts, targets, lengths = _runs(sources, destinations)
+    return zip(firsts.tolist(), targets.tolist(), lengths.tolist(), strict=True)
+
+
+def _copy_in_order(host: NDArray[np.uint8], steps: Iterable[tuple[int, int]]) -> None:
+    stash = host[:, :0]
+    for source, destination in steps:
+        if destination == _STASH:
+            stash = host[:, source].copy()
+        else:
+            host[:, destination] = stash if source == _STASH else host[:, source]
 
 
 def _gather_and_scatter(items: NDArray[np.void], sources: Blocks, destinations: Blocks, size: int) -> None:

@@ -1,6 +1,6 @@
 """The consumer *elastic*: whole pages of the KV memory that hold only free blocks go back to the host.
 
-On the CPU every tensor lies over a private anonymous mapping of its own. The kernel drops the pages that `madvise`
+On the CPU the tensors lie in one private anonymous mapping. The kernel drops the pages that `madvise`
 names at once, and gives zeroed ones where they are written again; a block is taken again before it is written, so that
 the books say what the host really holds.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,12 +37,15 @@ class ElasticPages:
     """
 
     def __init__(self, cache: KVCache) -> None:
-        if not cache.maps:
+        if cache.memory is None:
             raise SettingsError(
                 f"giving memory back is not supported here: the KV cache lies on {cache.device.type}, "
                 "and only memory of the host (device cpu) can be returned page by page"
             )
-        self._cache = cache
+        with suppress(OSError):  # else a page that is written again could bring its neighbours along
+            cache.memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self._cache, self._memory = cache, cache.memory
+        self._page_set_bytes = mmap.PAGESIZE * len(cache.tensors)  # one page of every tensor
         self._row_bytes = cache.block_bytes // len(cache.tensors)
         self._tensor_bytes = self._row_bytes * cache.num_blocks
         count = -(-self._tensor_bytes // mmap.PAGESIZE)
@@ -56,7 +60,7 @@ class ElasticPages:
     @property
     def away_bytes(self) -> int:
         """What the host does not hold now."""
-        return int(np.count_nonzero(self._away)) * mmap.PAGESIZE * len(self._cache.maps)
+        return int(np.count_nonzero(self._away)) * self._page_set_bytes
 
     @property
     def slab_blocks(self) -> int:
@@ -70,17 +74,18 @@ class ElasticPages:
 
     def predict(self, start: int, free: NDArray[np.bool_]) -> int:
         """Bytes that giving back the free ones of the blocks from `start` on (a mask) would return."""
-        return int(np.count_nonzero(self._pages_within(start, free)[1])) * mmap.PAGESIZE * len(self._cache.maps)
+        return int(np.count_nonzero(self._pages_within(start, free)[1])) * self._page_set_bytes
 
     def give_back(self, start: int, free: NDArray[np.bool_]) -> int:
         """Return every page that holds only blocks of the mask, and none that was away; the bytes."""
         first, pages = self._pages_within(start, free)
         starts, lengths = find_runs(pages)
-        for mapping in self._cache.maps:
-            for page, length in zip((starts + first).tolist(), lengths.tolist(), strict=True):
-                mapping.madvise(mmap.MADV_DONTNEED, page * mmap.PAGESIZE, length * mmap.PAGESIZE)
+        for tensor in range(len(self._cache.tensors)):
+            offset = tensor * self._cache.tensor_stride + first * mmap.PAGESIZE
+            for page, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                self._memory.madvise(mmap.MADV_DONTNEED, offset + page * mmap.PAGESIZE, length * mmap.PAGESIZE)
         self._away[first : first + pages.size] |= pages
-        returned = int(lengths.sum()) * mmap.PAGESIZE * len(self._cache.maps)
+        returned = int(lengths.sum()) * self._page_set_bytes
         self.given_back_bytes += returned
         return returned
 
@@ -93,12 +98,12 @@ class ElasticPages:
         before = np.concatenate(([0], np.cumsum(written)))
         back = self._away & (before[self._past_block] != before[self._first_block])
         self._away &= ~back
-        self.taken_again_bytes += int(np.count_nonzero(back)) * mmap.PAGESIZE * len(self._cache.maps)
+        self.taken_again_bytes += int(np.count_nonzero(back)) * self._page_set_bytes
 
     def resident_bytes(self) -> int:
-        """What the kernel says of these mappings in smaps (Rss)."""
-        addresses = [int(tensor.data_ptr()) for tensor in self._cache.tensors]
-        return resident_bytes([(start, start + self._tensor_bytes) for start in addresses])
+        """What the kernel says of the mapping in smaps (Rss)."""
+        start = int(self._cache.tensors[0].data_ptr())
+        return resident_bytes(start, start + len(self._memory))
 
     def _pages_within(self, start: int, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
         """The first page that lies within the blocks from `start` on, and a mask: which are all free, and here."""
@@ -162,15 +167,15 @@ class ElasticConsumer:
         return replace(report, given_back_bytes_predicted=self._predicted, given_back_bytes=self._returned)
 
 
-def resident_bytes(ranges: list[tuple[int, int]], smaps: Path = _SMAPS) -> int:
-    """Rss in bytes of the mappings that these address ranges touch. The kernel merges neighbouring mappings of one
-    kind: one that reaches beyond the ranges counts in whole."""
+def resident_bytes(start: int, stop: int, smaps: Path = _SMAPS) -> int:
+    """Rss in bytes of the mappings between two addresses. One that reaches beyond them counts in whole: the kernel
+    merges neighbours of one kind."""
     total, inside = 0, False
     for line in smaps.read_text(encoding="ascii", errors="replace").splitlines():
         word = line.split(" ", 1)[0]
         if "-" in word and not word.endswith(":"):
-            start, end = (int(part, 16) for part in word.split("-"))
-            inside = any(start < stop and end > first for first, stop in ranges)
+            first, end = (int(part, 16) for part in word.split("-"))
+            inside = first < stop and end > start
         elif inside and word == "Rss:":
             total += int(line.split()[1]) * 1024
     return total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +33,9 @@ def choose_device(name: str) -> torch.device:
 class KVCache:
     """Keys and values of `num_blocks` blocks; `keys[layer]` is (blocks, block_tokens, kv_heads, head_dim).
 
-    On the CPU every tensor lies over an anonymous mapping of its own, so that whole pages can be given back to the
-    host. All memory is touched at once: a pool that does not fit fails here and not in the middle of a run.
+    On the CPU all tensors lie in one anonymous mapping, so that a run of blocks is copied in all of them at once, and
+    whole pages can be given back to the host. All memory is touched at once: a pool that does not fit fails here and
+    not in the middle of a run.
     """
 
     def __init__(
@@ -51,19 +54,21 @@ class KVCache:
         self.geometry, self.num_blocks, self.block_tokens = geometry, num_blocks, block_tokens
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.device = device or torch.device("cpu")
-        self.maps: list[mmap.mmap] = []  # on the host: of each tensor, in the order of `tensors`
+        self.memory: mmap.mmap | None = None  # on the host: all tensors, each `tensor_stride` bytes after the last
+        self.tensor_stride = 0
         self._check_room()
         shape = (num_blocks, block_tokens, geometry.kv_heads, geometry.head_dim)
+        planes: list[Tensor] = []
+        host: NDArray[np.uint8] | None = None
         if self.device.type == "cpu":
-            self.keys = [self._allocate(shape) for _ in range(geometry.layers)]
-            self.values = [self._allocate(shape) for _ in range(geometry.layers)]
-            planes = [tensor[None] for tensor in self.tensors]
+            tensors, host = self._map_tensors(shape, 2 * geometry.layers)
+            self.keys, self.values = tensors[: geometry.layers], tensors[geometry.layers :]
         else:
             # Keys and values of a layer are one piece, so that moving blocks is one gather and one scatter a layer.
             planes = [torch.zeros((2, *shape), dtype=self.dtype, device=self.device) for _ in range(geometry.layers)]
             self.keys = [plane[0] for plane in planes]
             self.values = [plane[1] for plane in planes]
-        self.copier = BlockCopier(planes, [memoryview(mapping) for mapping in self.maps], num_blocks)
+        self.copier = BlockCopier(planes, host, num_blocks)
         self.copied_blocks = 0
 
     @property
@@ -73,13 +78,12 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensors' storages take."""
-        storages = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in self.tensors)}
-        return sum(storages.values())
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, from the storages."""
+        """Bytes of one block over all layers."""
         return self.nbytes // self.num_blocks
 
     def rows(self, tensor: Tensor) -> Tensor:
@@ -109,14 +113,25 @@ class KVCache:
             flat = tensor[first : first + count].contiguous().view(torch.uint8).reshape(-1).cpu()
             yield flat.numpy().data
 
-    def _allocate(self, shape: tuple[int, ...]) -> Tensor:
-        size = int(np.prod(shape)) * self.dtype.itemsize
+    def _map_tensors(self, shape: tuple[int, ...], count: int) -> tuple[list[Tensor], NDArray[np.uint8]]:
+        """So many zeroed tensors of that shape in one mapping; and their bytes as (tensors, blocks, bytes)."""
+        elements = math.prod(shape)
+        size = elements * self.dtype.itemsize
+        self.tensor_stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         # Private: of a shared anonymous mapping the kernel keeps the pages that are given back.
-        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, count * self.tensor_stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = memory
         # A core dump need not hold gigabytes of keys; and the kernel keeps such mappings apart from other memory.
-        mapping.madvise(mmap.MADV_DONTDUMP)
-        self.maps.append(mapping)
-        return torch.frombuffer(mapping, dtype=self.dtype).view(shape).zero_()
+        memory.madvise(mmap.MADV_DONTDUMP)
+        with suppress(OSError):  # a kernel without huge pages has none to give
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        offsets = range(0, count * self.tensor_stride, self.tensor_stride)
+        tensors = [
+            torch.frombuffer(memory, dtype=self.dtype, count=elements, offset=offset).view(shape).zero_()
+            for offset in offsets
+        ]
+        rows = np.frombuffer(memory, np.uint8).reshape(count, self.tensor_stride)[:, :size]
+        return tensors, rows.reshape(count, shape[0], size // shape[0])
 
     def _check_room(self) -> None:
         needed = self.num_blocks * self.block_tokens * self.geometry.token_bytes(self.dtype.itemsize)

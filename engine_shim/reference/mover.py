@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from engine_shim.block_pool import BlockPool
 from engine_shim.mover import BlockFacts, Moves
 from engine_shim.pool_moves import PoolMoves
+from engine_shim.reference.block_copy import Saved
 from engine_shim.reference.block_tables import BlockTables, Hits
 from engine_shim.reference.content import Runner
 from engine_shim.reference.kv_cache import KVCache
@@ -45,7 +45,7 @@ class ReferenceMover:
         self._tables = BlockTables(sequences, pool.num_blocks)
         self._refusal, self._before_write = refusal, before_write
         self._swapped = np.zeros((0, 2), np.int64)  # moves whose destination holds a prefix
-        self._aside: Sequence[Tensor] = ()  # the contents of their destinations, once copied out
+        self._aside: Saved = ()  # the contents of their destinations, once copied out
 
     @property
     def block_bytes(self) -> int:
@@ -109,7 +109,7 @@ class ReferenceMover:
     def _put_back(self, blocks: NDArray[np.int64]) -> None:
         """Write what was set aside to `blocks`, which are cached."""
         aside, self._aside, self._swapped = self._aside, (), self._swapped[:0]
-        if not aside:
+        if not len(aside):
             return
         try:
             self._cache.copier.restore(aside, blocks)

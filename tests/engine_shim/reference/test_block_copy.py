@@ -74,7 +74,7 @@ def test_any_copies_in_any_memory(order: list[int], count: int, seed: int) -> No
         expected[destination] = source
     host, device = numbered(), numbered()
     planes = [torch.stack((keys, values)) for keys, values in zip(device.keys, device.values, strict=True)]
-    copier = BlockCopier(planes, [], BLOCKS, max_bytes=2 * 2 * planes[0][0, 0].nbytes)
+    copier = BlockCopier(planes, None, BLOCKS, max_bytes=2 * 2 * planes[0][0, 0].nbytes)
     copier.copy(np.array(sources), np.array(destinations))
     for layer, plane in enumerate(planes):
         device.keys[layer].copy_(plane[0])

@@ -282,7 +282,7 @@ def test_rows_smaller_than_a_page_are_returned_by_whole_pages_only() -> None:
 
 def test_memory_of_a_device_is_not_returned() -> None:
     cache = KVCache(named_geometry("test-tiny"), 4)
-    cache.maps.clear()
+    cache.memory = None
     cache.device = torch.device("cuda")
     with pytest.raises(SettingsError, match="not supported here: the KV cache lies on cuda"):
         ElasticPages(cache)
@@ -295,5 +295,6 @@ def test_smaps_are_read_by_mapping(tmp_path: Path) -> None:
         "7f0000008000-7f000000c000 rw-p 00000000 00:00 0 \nSize:  16 kB\nRss:    8 kB\n"
         "7f0000010000-7f0000014000 rw-p 00000000 00:00 0 \nSize:  16 kB\nRss:    4 kB\n"
     )
-    assert resident_bytes([(0x7F0000000000, 0x7F0000004000), (0x7F0000011000, 0x7F0000012000)], smaps) == 16 * 1024
-    assert resident_bytes([], smaps) == 0
+    assert resident_bytes(0x7F0000000000, 0x7F0000004000, smaps) == 12 * 1024
+    assert resident_bytes(0x7F0000003000, 0x7F0000012000, smaps) == 24 * 1024
+    assert resident_bytes(0x7F0000004000, 0x7F0000008000, smaps) == 0
