@@ -7,6 +7,7 @@ a block wins. That costs some 40 NumPy calls a step instead of several for every
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -101,7 +102,8 @@ def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()
     kinds, lists, owners, positions, extras, times = zip(*entries, strict=True)
     count = len(lists)
     lengths = np.fromiter(map(len, lists), np.int64, count)
-    blocks = np.fromiter(chain.from_iterable(lists), np.int64, int(lengths.sum()))
+    # array() refuses what is not a whole number, where NumPy would cut 1.5 down to 1.
+    blocks = np.frombuffer(array("q", chain.from_iterable(lists)), np.int64) if lengths.any() else np.zeros(0, np.int64)
     kind, owner, position, extra, time_ns = np.array(kinds + owners + positions + extras + times, np.int64).reshape(
         5, count
     )
@@ -120,7 +122,7 @@ def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()
         kind=kind.take(entry),
         position=shift.take(entry) + np.arange(len(blocks)),
         rows=rows,
-        sources=np.fromiter(chain.from_iterable(move_sources), np.int64),
+        sources=np.array(list(chain.from_iterable(move_sources)), np.int64),
         moved_blocks=np.fromiter(moved.keys(), np.int64, len(moved)),
         moved_rows=np.fromiter(moved.values(), np.int64, len(moved)),
     )

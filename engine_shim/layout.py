@@ -31,7 +31,12 @@ KNOWN_INCOMPAT = 0
 KNOWN_RO_COMPAT = 0
 
 SEGMENT_BLOCKS = 4096
-MAX_BLOCKS = 1 << 28
+# What a reader believes: a map that claims more is damaged, or was made to exhaust it.
+MAX_BLOCKS = 1 << 25
+MAX_BLOCK_TOKENS = 0xFFFF  # the tokens column has 16 bits
+MAX_GROUPS = 255
+MAX_OWNERS = 1 << 20
+MAX_EVENTS = 1 << 26
 NO_GROUP = 255
 NO_OWNER = 0
 OWNER_SLOT_BITS = 24

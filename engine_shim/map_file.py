@@ -23,6 +23,7 @@ _DTYPES = layout.COLUMNS | {
 }
 _NEEDED = ("state", "segments", "groups", "owners", "histograms", "events")
 _MAX_REGIONS = 64
+_MOST = {"groups": layout.MAX_GROUPS, "owners": layout.MAX_OWNERS, "events": layout.MAX_EVENTS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ def _check(path: Path, file: int) -> MapFile:
     blocks = int(header["total_blocks"])
     if not 1 <= blocks <= layout.MAX_BLOCKS or int(header["segment_blocks"]) != layout.SEGMENT_BLOCKS:
         raise MapCorrupt(f"{path}: {blocks} blocks in segments of {header['segment_blocks']} cannot be")
+    if not 1 <= int(header["block_tokens"]) <= layout.MAX_BLOCK_TOKENS:
+        raise MapCorrupt(f"{path}: blocks of {header['block_tokens']} tokens cannot be")
     live_offset, live_bytes = int(header["live_offset"]), int(header["live_bytes"])
     if live_bytes < LIVE.itemsize or live_offset % 8 or live_offset + live_bytes > size:
         raise MapCorrupt(f"{path}: its live part ({live_bytes} bytes at {live_offset}) cannot be")
@@ -121,6 +124,8 @@ def _regions(path: Path, file: int, header: np.void, size: int) -> dict[str, Reg
             raise MapCorrupt(
                 f"{path}: region {name!r} has {row['count']} items of {row['item_bytes']} bytes, which cannot be"
             )
+        if region.count > _MOST.get(name, region.count):
+            raise MapCorrupt(f"{path}: region {name!r} has {region.count} items, which cannot be")
         if region.offset + region.size_bytes > size or region.offset % 8 or region.offset < HEADER.itemsize:
             raise MapCorrupt(f"{path}: region {name!r} lies outside the file")
         regions[name] = region

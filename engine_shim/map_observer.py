@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from engine_shim import layout
 from engine_shim.errors import KvatlasError
@@ -143,7 +146,11 @@ class MapObserver:
 
     def counted(self, name: str, amount: int = 1) -> None:
         if self._on:
-            self._step.counted[name] = self._step.counted.get(name, 0) + amount
+            counted = self._step.counted
+            try:
+                counted[name] = counted.get(name, 0) + amount
+            except Exception as error:  # noqa: BLE001 - a name or an amount of some other kind is no fault of the engine's
+                self._fail(error)
 
     def open_owner(self, request_id: str, lora: str = "", cache_salt: str = "") -> int:
         publisher = self._publisher
@@ -165,6 +172,10 @@ class MapObserver:
     def publish(self) -> None:
         """Make everything so far visible without counting a step."""
         self._guarded(lambda publisher: publisher.publish(self._step, None, None))
+
+    def queues_changed(self, running: int, waiting: int) -> None:
+        """Make everything so far visible, and how many requests run and wait, without counting a step."""
+        self._guarded(lambda publisher: publisher.publish(self._step, running, waiting, counts=False))
 
     def set_flag(self, **flags: bool) -> None:
         """Set or clear `sleeping` or `relocating`; visible at once."""
@@ -189,6 +200,17 @@ class MapObserver:
             except Exception as error:  # noqa: BLE001 - an engine that shuts down must not be stopped by us
                 log.warning("the allocation map was not closed in order: %r", error)
 
+    def turn_off(self, reason: str) -> None:
+        """Stop for good, for a reason outside of this observer: the map is marked as degraded and left as it is."""
+        if self._on:
+            self._turn_off(reason)
+            self._mark_degraded()
+
+    @property
+    def columns(self) -> Mapping[str, NDArray[Any]]:
+        """The map's columns as published, to compare with the pool, not to write to; empty where nothing is."""
+        return {} if self._publisher is None else self._publisher.writer.columns
+
     @property
     def path(self) -> Path | None:
         """Where the map is; None where nothing is published."""
@@ -210,13 +232,24 @@ class MapObserver:
         try:
             action(publisher)
         except Exception as error:  # noqa: BLE001 - any fault of ours ends observation, never the engine
-            self._turn_off(repr(error))
-            log.error("observation stopped, the engine goes on: %r", error)
-            try:
-                word = publisher.writer.live.flags
+            self._fail(error)
+        except BaseException as interruption:
+            # Ctrl-C in the middle of a publish. It is the engine's to handle; the map can no longer be trusted.
+            self._fail(interruption)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._turn_off(repr(error))
+        log.error("observation stopped, the engine goes on: %r", error)
+        self._mark_degraded()
+
+    def _mark_degraded(self) -> None:
+        try:
+            if self._publisher is not None and self._publisher.writer.active:
+                word = self._publisher.writer.live.flags
                 word[0] = int(word[0]) | layout.FLAG_DEGRADED
-            except Exception:  # noqa: BLE001 - the mapping itself is gone; there is nobody left to tell
-                log.error("the map could not be marked as degraded")
+        except Exception:  # noqa: BLE001 - the mapping itself is gone; there is nobody left to tell
+            log.error("the map could not be marked as degraded")
 
     def _turn_off(self, reason: str) -> None:
         self._on = False

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_shim import layout
-from engine_shim.errors import MapBusy, MapSpaceError, MapUnavailable, SettingsError
+from engine_shim.errors import MapBusy, MapCorrupt, MapSpaceError, MapUnavailable, SettingsError
 from engine_shim.layout import HEADER, LIVE, REGION, Region
 from engine_shim.snapshot import GroupEntry
 from engine_shim.text import fit, safe_name
@@ -66,8 +66,14 @@ class MapSpec:
         unknown = set(self.columns) - set(layout.COLUMNS)
         if unknown or "state" not in self.columns:
             raise SettingsError(f"columns must hold 'state' and otherwise come from {sorted(layout.COLUMNS)}")
-        if not 1 <= self.owner_slots < 1 << layout.OWNER_SLOT_BITS:
-            raise SettingsError(f"owner_slots={self.owner_slots} is outside 1..{(1 << layout.OWNER_SLOT_BITS) - 1}")
+        if not 1 <= self.block_tokens <= layout.MAX_BLOCK_TOKENS:
+            raise SettingsError(f"block_tokens={self.block_tokens} is outside 1..{layout.MAX_BLOCK_TOKENS}")
+        if len(self.groups) > layout.MAX_GROUPS:
+            raise SettingsError(
+                f"{len(self.groups)} groups are more than the {layout.MAX_GROUPS} that a map can tell apart"
+            )
+        if not 1 <= self.owner_slots <= layout.MAX_OWNERS:
+            raise SettingsError(f"owner_slots={self.owner_slots} is outside 1..{layout.MAX_OWNERS}")
 
     @property
     def rank(self) -> str:
@@ -98,7 +104,7 @@ class MapWriter:
         self.active = True
         self._file = file
         self._memory: mmap.mmap | None = memory
-        self._inode = os.fstat(file).st_ino
+        self.file_id = _file_id(os.fstat(file))
         self.live = _LiveWords(memory)
         self.columns: dict[str, NDArray[Any]] = {}
         self.tables: dict[str, NDArray[Any]] = {}
@@ -116,9 +122,6 @@ class MapWriter:
             MapSpaceError: the folder cannot be made or written, or has no room for the file.
             MapBusy: another live writer has this map, in this process or another.
         """
-        path = folder / spec.file_name
-        if any(writer.active and writer.path == path for writer in _open_maps):
-            raise MapBusy(f"{path}: this process writes that map already; give the engine another id or pool name")
         regions, size = layout.place_regions(
             spec.total_blocks,
             columns=spec.columns,
@@ -126,37 +129,56 @@ class MapWriter:
             owners=spec.owner_slots,
             events=spec.event_slots,
         )
-        file, temporary = _make_file(folder, path.name, size)
+        # Resolved once: another spelling of the folder, or a change of the working folder, must not matter.
+        path = _make_folder(folder) / spec.file_name
+        _refuse_own(path)
+        file, temporary = _make_file(path, size)
+        named = False
+        writer = None
         try:
             memory = mmap.mmap(file, size)
             writer = cls(path, file, memory, spec, regions)
             writer._fill_in(memory, regions, size, clock_ns())
-            _take_name(temporary, path)
+            _take_name(file, temporary, path)
+            named = True
+            writer._heart = threading.Thread(
+                target=writer._beat, args=(clock_ns,), name="kvatlas-heartbeat", daemon=True
+            )
+            writer._heart.start()
         except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
+            if named and writer is not None:
+                writer._remove_name()
+            if temporary:
+                with suppress(OSError):
+                    os.unlink(temporary)
             os.close(file)
             raise
         _open_maps.add(writer)
-        writer._heart = threading.Thread(target=writer._beat, args=(clock_ns,), name="kvatlas-heartbeat", daemon=True)
-        writer._heart.start()
         return writer
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Everything stored within becomes visible at once. An error within leaves the map marked as torn for good."""
+        """Everything stored within becomes visible at once.
+
+        Whatever interrupts it, a KeyboardInterrupt included, leaves the map marked as torn for good, and every later
+        publish raises MapCorrupt: the word's parity must never turn round.
+        """
         word = self.live.sequence
-        word[0] += 1
+        before = int(word[0])
+        if before % 2:
+            raise MapCorrupt(f"{self.path}: an earlier publish never ended")
+        word[0] = before + 1
         yield
-        word[0] += 1
+        word[0] = before + 2
 
     @contextmanager
     def segments_open(self, segments: NDArray[np.intp]) -> Iterator[None]:
         """Mark segments as being written; `segments` has no duplicates."""
         words = self.tables["segments"]
-        words[segments] += 1
+        before = words[segments]
+        words[segments] = before + np.uint64(1)
         yield
-        words[segments] += 1
+        words[segments] = before + np.uint64(2)
 
     def close(self, *, keep: bool = False) -> None:
         """Say goodbye and remove the map, or leave it as a black box. Idempotent; does nothing in a forked child."""
@@ -166,12 +188,10 @@ class MapWriter:
         self._stop.set()
         if self._heart is not None:
             self._heart.join(timeout=2 * HEARTBEAT_SECONDS)
-        with self.publishing():
-            self.live.flags[0] = int(self.live.flags[0]) | layout.FLAG_CLOSING
+        # One store, outside of a publish: it must also work on a map whose last publish never ended.
+        self.live.flags[0] = int(self.live.flags[0]) | layout.FLAG_CLOSING
         if not keep:
-            with suppress(OSError):
-                if os.stat(self.path).st_ino == self._inode:
-                    os.unlink(self.path)
+            self._remove_name()
         self.columns.clear()
         self.tables.clear()
         self.live = _LiveWords(bytearray(layout.live_offset() + LIVE.itemsize))
@@ -180,6 +200,12 @@ class MapWriter:
                 self._memory.close()
         self._memory = None
         os.close(self._file)
+
+    def _remove_name(self) -> None:
+        """Unlink the map's name, if it still leads to this map."""
+        with suppress(OSError):
+            if _file_id(os.stat(self.path, follow_symlinks=False)) == self.file_id:
+                os.unlink(self.path)
 
     def _fill_in(self, memory: mmap.mmap, regions: Sequence[Region], size: int, now_ns: int) -> None:
         spec = self.spec
@@ -218,15 +244,15 @@ class MapWriter:
         live.state_counts[layout.BlockState.FREE] = spec.total_blocks
         live.heartbeat_unix_ns[0] = live.published_unix_ns[0] = live.last_step_unix_ns[0] = now_ns
         live.policy[0] = fit(spec.policy, 32)
-        self.set_gpu_uuids(spec.gpu_uuids)
+        self.set_gpu_uuids([fit(uuid, 64) for uuid in spec.gpu_uuids])
         start = layout.region_table_offset()
         memory[start : start + table.nbytes] = table.tobytes()
         memory[: HEADER.itemsize] = header.tobytes()
 
-    def set_gpu_uuids(self, uuids: Sequence[str]) -> None:
-        """Name the devices that hold the pool; a process may learn them late. More than MAX_GPUS are cut off."""
-        for index, uuid in enumerate(uuids[: layout.MAX_GPUS]):
-            self.live.gpu_uuids[index] = fit(uuid, 64)
+    def set_gpu_uuids(self, uuids: Sequence[bytes]) -> None:
+        """Name the devices that hold the pool, each in at most 64 bytes; more than MAX_GPUS are cut off."""
+        names = list(uuids[: layout.MAX_GPUS])
+        self.live.gpu_uuids[:] = names + [b""] * (layout.MAX_GPUS - len(names))
 
     def _beat(self, clock_ns: Callable[[], int]) -> None:
         word = self.live.heartbeat_unix_ns
@@ -270,11 +296,42 @@ def writer_holds(file: int) -> bool:
     return bool(struct.unpack("hhxxxxqqixxxx", answer)[0] != fcntl.F_UNLCK)
 
 
-def _make_file(folder: Path, name: str, size: int) -> tuple[int, str]:
-    """A locked file of `size` bytes with its room really taken, under a temporary name."""
+def _file_id(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _make_folder(folder: Path) -> Path:
     try:
         folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-        file, temporary = tempfile.mkstemp(prefix=f".{name}.", suffix=".new", dir=folder)
+        return folder.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        raise MapSpaceError(f"{folder}: cannot make an allocation map here ({error}); set KVATLAS_DIR") from error
+
+
+def _refuse_own(path: Path) -> None:
+    """POSIX locks do not keep a process from itself, and opening and closing its own map would drop its lock."""
+    try:
+        taken = _file_id(os.stat(path, follow_symlinks=False))
+    except OSError:
+        return
+    if any(writer.active and writer.file_id == taken for writer in _open_maps):
+        raise MapBusy(f"{path}: this process writes that map already; give the engine another id or pool name")
+
+
+def _make_file(path: Path, size: int) -> tuple[int, str]:
+    """A locked file of `size` bytes with its room really taken, and its temporary name.
+
+    The name is "" where the file system can do without one: a process killed before the map is complete then leaves
+    nothing behind.
+    """
+    folder = path.parent
+    temporary = ""
+    try:
+        try:
+            os.stat("/proc/self/fd")  # by which such a file gets its name
+            file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, MODE)
+        except OSError:
+            file, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=folder)
     except OSError as error:
         raise MapSpaceError(
             f"{folder}: cannot make an allocation map here ({error.strerror}); set KVATLAS_DIR"
@@ -286,8 +343,9 @@ def _make_file(folder: Path, name: str, size: int) -> tuple[int, str]:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     except OSError as error:
         os.close(file)
-        with suppress(OSError):
-            os.unlink(temporary)
+        if temporary:
+            with suppress(OSError):
+                os.unlink(temporary)
         raise MapSpaceError(
             f"{folder}: no room for an allocation map of {size / 2**20:.1f} MiB ({error.strerror}); enlarge that file "
             "system, set KVATLAS_DIR to another folder, or keep fewer columns"
@@ -295,38 +353,68 @@ def _make_file(folder: Path, name: str, size: int) -> tuple[int, str]:
     return file, temporary
 
 
-def _take_name(temporary: str, path: Path) -> None:
-    """Give the finished file its name, unless a live writer has it."""
+def _take_name(file: int, temporary: str, path: Path) -> None:
+    """Give the finished file its name, unless a live writer, or a file that is no map, has it."""
     for _ in range(10):
         try:
-            os.link(temporary, path)  # atomic, and refuses where the name is taken
+            _link(file, temporary, path)  # atomic, and refuses where the name is taken
         except FileExistsError:
             pass
         except OSError as error:
             raise MapSpaceError(f"{path}: cannot be given its name ({error.strerror}); set KVATLAS_DIR") from error
         else:
-            os.unlink(temporary)
+            if temporary:
+                os.unlink(temporary)
             return
-        try:
-            old = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise MapSpaceError(f"{path} is in the way ({error.strerror}); remove it or set KVATLAS_DIR") from error
-        try:
-            # Holding the old file's lock while replacing it keeps a second starter out.
-            try:
-                fcntl.lockf(old, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-            except OSError as error:
-                raise MapBusy(f"{path}: another live engine writes that map; give this one another id") from error
-            if os.fstat(old).st_ino == os.stat(path).st_ino:
-                os.rename(temporary, path)
-                return
-        except FileNotFoundError:
-            continue
-        finally:
-            os.close(old)
+        if _replace(file, temporary, path):
+            return
     raise MapUnavailable(f"{path}: its name changes hands too fast; give this engine another id")
+
+
+def _link(file: int, temporary: str, path: Path) -> None:
+    """Give an open file another name; one that has none yet is reached by its descriptor."""
+    if temporary:
+        os.link(temporary, path)
+        return
+    descriptors = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # With a folder given Python calls linkat and follows the link; without one it would link the link.
+        os.link(str(file), path, src_dir_fd=descriptors, follow_symlinks=True)
+    finally:
+        os.close(descriptors)
+
+
+def _replace(file: int, temporary: str, path: Path) -> bool:
+    """Take the name of a dead writer's map; False where the name went away meanwhile."""
+    try:
+        old = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise MapSpaceError(f"{path} is in the way ({error.strerror}); remove it or set KVATLAS_DIR") from error
+    try:
+        if os.pread(old, len(layout.MAGIC), 0) != layout.MAGIC:
+            raise MapSpaceError(f"{path} is in the way and is no map; remove it or set KVATLAS_DIR")
+        # Holding the old file's lock while replacing it keeps a second starter out.
+        try:
+            fcntl.lockf(old, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+        except OSError as error:
+            raise MapBusy(f"{path}: another live engine writes that map; give this one another id") from error
+        if _file_id(os.fstat(old)) != _file_id(os.stat(path, follow_symlinks=False)):
+            return False
+        if not temporary:
+            temporary = str(path.with_name(f".{path.name}.{os.getpid()}.new"))
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            _link(file, "", Path(temporary))
+        os.rename(temporary, path)
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise MapSpaceError(f"{path}: cannot be replaced ({error.strerror}); remove it or set KVATLAS_DIR") from error
+    finally:
+        os.close(old)
 
 
 def _own_start_ticks() -> int:

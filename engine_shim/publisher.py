@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import operator
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +59,15 @@ class StepJournal:
         self.closed.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Parts of a journal in the form in which they are stored."""
+
+    tokens: NDArray[np.int64]  # of the WROTE entries, in order
+    opened: list[tuple[int, tuple[int, int, int, int, bytes, bytes, bytes]]]  # slot, its row of the owner table
+    progress: list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # slots, their tokens
+
+
 class StepPublisher:
     """Applies journals to one writer's map. Whatever may be wrong with a journal raises before the map is touched."""
 
@@ -88,50 +99,83 @@ class StepPublisher:
         self._generation[slot] = self._generation[slot] % 255 + 1  # never 0: 0 is nobody
         return slot | self._generation[slot] << layout.OWNER_SLOT_BITS
 
-    def publish(self, step: StepJournal, running: int | None, waiting: int | None) -> None:
-        """Make a journal visible and clear it; with `running` and `waiting` it counts as an engine step."""
+    def publish(self, step: StepJournal, running: int | None, waiting: int | None, *, counts: bool = True) -> None:
+        """Make a journal visible and clear it. With `running` and `waiting` it counts as an engine step, unless
+        `counts` is false: then they are only told."""
         began = time.thread_time_ns()
         writer = self.writer
         live = writer.live
         batch = journal.flatten(step.entries, step.move_sources) if step.entries else None
         if batch is not None and len(batch.blocks) == 0:
             batch = None  # every call named an empty list
-        tokens = self._check(step, batch)
+        queues = None if running is None or waiting is None else (running, waiting)
+        checked = self._check(step, batch, queues)
         updates = None if batch is None else self._work_out(batch)
         now = self._clock_ns()
         with writer.publishing():
             if batch is not None and updates is not None:
-                self._store(batch, updates, tokens)
+                self._store(batch, updates, checked.tokens)
                 self._write_events(batch)
-            self._write_owners(step, batch)
+            self._write_owners(step, checked, batch)
             counters = live.counters
             for name, amount in step.counted.items():
                 counters[_COUNTER[name]] += amount
-            if running is not None and waiting is not None:
-                counters[_COUNTER["steps"]] += 1
-                live.running_requests[0], live.waiting_requests[0] = running, waiting
-                live.last_step_unix_ns[0] = now
+            if queues is not None:
+                live.running_requests[0], live.waiting_requests[0] = queues
+                if counts:
+                    counters[_COUNTER["steps"]] += 1
+                    live.last_step_unix_ns[0] = now
             live.published_unix_ns[0] = now
             counters[_COUNTER["shim_cpu_ns"]] += time.thread_time_ns() - began
         step.clear()
 
-    def _check(self, step: StepJournal, batch: Batch | None) -> NDArray[np.int64]:
-        """What could go wrong in a store is found here; returns the tokens of the WROTE entries, in order."""
-        for name in step.counted:
+    def _check(self, step: StepJournal, batch: Batch | None, queues: tuple[int, int] | None) -> _Checked:
+        """What could go wrong in a store is found here, before the map is touched."""
+        for name, amount in step.counted.items():
             if name not in _COUNTER:
                 raise KeyError(f"{name!r} is not a counter")
+            _in_range(f"an amount of {name}", amount, 1 << 62)
+        for what in queues or ():
+            _in_range("a number of requests", what, 1 << 32)
+        slots = self.writer.spec.owner_slots
+        opened = [
+            (slot, (owner, 0, 0, now, fit(_text(request_id), 64), fit(_text(lora), 32), fit(_text(salt), 32)))
+            for slot, (owner, request_id, lora, salt, now) in step.opened.items()
+        ]
+        for owner in step.closed:
+            _in_range("an owner", owner, 1 << 32)
+            _in_range("an owner's slot", owner & _SLOT_MASK, slots)
+        progress = []
         for owners, counts in step.progress:
-            if len(owners) != len(counts):
-                raise ValueError(f"{len(owners)} owners progressed to {len(counts)} token counts")
-        if batch is None:
-            return np.zeros(0, np.int64)
+            who, count = _whole_numbers(owners), _whole_numbers(counts)
+            if len(who) != len(count):
+                raise ValueError(f"{len(who)} owners progressed to {len(count)} token counts")
+            who, count = who[who != layout.NO_OWNER], count[who != layout.NO_OWNER]
+            if len(who):
+                _in_range("an owner", int(who.min()), 1 << 32)
+                _in_range("an owner's slot", int((who & _SLOT_MASK).max()), slots)
+                _in_range("a token count", int(count.min()), 1 << 62)
+            progress.append((who & _SLOT_MASK, count))
+        tokens = np.zeros(0, np.int64)
+        if batch is not None:
+            tokens = self._check_batch(step, batch)
+        return _Checked(tokens, opened, progress)
+
+    def _check_batch(self, step: StepJournal, batch: Batch) -> NDArray[np.int64]:
+        """Returns the tokens of the WROTE entries, in order."""
         lowest, highest = int(batch.blocks.min()), int(batch.blocks.max())
         if len(batch.sources):
             lowest, highest = min(lowest, int(batch.sources.min())), max(highest, int(batch.sources.max()))
         if lowest < 0 or highest >= self.writer.spec.total_blocks:
             wrong = lowest if lowest < 0 else highest
             raise IndexError(f"block {wrong} is not in a pool of {self.writer.spec.total_blocks}")
-        parts = [np.asarray(part, np.int64) for part in step.token_lists]
+        _in_range("an owner", int(batch.entry_owner.min()), 1 << 32)
+        _in_range("an owner", int(batch.entry_owner.max()), 1 << 32)
+        _in_range("an owner's slot", int((batch.entry_owner & _SLOT_MASK).max()), self.writer.spec.owner_slots)
+        _in_range("a position", int(batch.position.min()), 1 << 32)
+        _in_range("a group", int(batch.entry_extra.min()), layout.NO_GROUP + 1)
+        _in_range("a group", int(batch.entry_extra.max()), layout.NO_GROUP + 1)
+        parts = [_whole_numbers(part) for part in step.token_lists]
         tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         written = int(batch.entry_length[batch.entry_kind == WROTE].sum())
         if len(tokens) != written:
@@ -155,7 +199,9 @@ class StepPublisher:
                 setter = starts.take(batch.entry_kind).take(batch.entry)
                 began = journal.previous(by_block, setter, now_ms, since.take(batch.rows))
                 chosen = entries.take(batch.entry)
-                result[name] = (now_ms[chosen] - began[chosen]) & _MS_MASK
+                took = (now_ms[chosen] - began[chosen]) & _MS_MASK
+                # Half the range and more is a clock that was set back, not a block of 25 days.
+                result[name] = np.where(took > _MS_MASK // 2, 0, took)
         return result
 
     def _store(self, batch: Batch, updates: dict[str, NDArray[Any]], tokens_written: NDArray[np.int64]) -> None:
@@ -268,11 +314,11 @@ class StepPublisher:
             ring[: len(words) - first] = words[first:]
         live.event_head[0] = head + total
 
-    def _write_owners(self, step: StepJournal, batch: Batch | None) -> None:
+    def _write_owners(self, step: StepJournal, checked: _Checked, batch: Batch | None) -> None:
         table, live = self.writer.tables["owners"], self.writer.live
-        for slot, (owner, request_id, lora, salt, now) in step.opened.items():
+        for slot, row in checked.opened:
             self._owner_blocks[slot] = 0
-            table[slot] = (owner, 0, 0, now, fit(request_id, 64), fit(lora, 32), fit(salt, 32))
+            table[slot] = row
         if step.opened:
             live.owner_rows[0] = max(int(live.owner_rows[0]), max(step.opened) + 1)
         if batch is not None:
@@ -282,10 +328,8 @@ class StepPublisher:
                 slots = batch.entry_owner[held] & _SLOT_MASK
                 np.add.at(self._owner_blocks, slots, change[held])
                 table["blocks"][slots] = np.maximum(self._owner_blocks[slots], 0)
-        for owners, tokens in step.progress:
-            slots = np.asarray(owners, np.int64)
-            known = slots != layout.NO_OWNER
-            table["tokens"][slots[known] & _SLOT_MASK] = np.asarray(tokens, np.int64)[known]
+        for slots, tokens in checked.progress:
+            table["tokens"][slots] = tokens
         for owner in step.closed:
             slot = owner & _SLOT_MASK
             if int(table["owner"][slot]) == owner:
@@ -304,15 +348,31 @@ class StepPublisher:
 
     def set_gpu_uuids(self, uuids: Sequence[str]) -> None:
         """Name the devices; visible at once."""
+        encoded = [fit(uuid, 64) for uuid in uuids]
         writer = self.writer
         with writer.publishing():
-            writer.set_gpu_uuids(uuids)
+            writer.set_gpu_uuids(encoded)
 
     def set_policy(self, policy: str) -> None:
         """Name the allocation policy; visible at once."""
-        writer = self.writer
+        writer, encoded = self.writer, fit(policy, 32)
         with writer.publishing():
-            writer.live.policy[0] = fit(policy, 32)
+            writer.live.policy[0] = encoded
+
+
+def _in_range(what: str, value: int, end: int) -> None:
+    if not 0 <= operator.index(value) < end:
+        raise ValueError(f"{value} is not {what} (0 to {end - 1})")
+
+
+def _whole_numbers(values: Sequence[int]) -> NDArray[np.int64]:
+    """As an array; TypeError where NumPy alone would cut 1.5 down to 1."""
+    return np.frombuffer(array("q", values), np.int64) if len(values) else np.zeros(0, np.int64)
+
+
+def _text(value: object) -> str:
+    """Engines hand over None for what a request does not have, and now and then a number as an id."""
+    return "" if value is None else str(value)
 
 
 def _shift_counts(words: NDArray[Any], before: NDArray[np.int64], after: NDArray[np.int64]) -> None:

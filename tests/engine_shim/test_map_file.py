@@ -75,7 +75,9 @@ CASES: list[tuple[str, Callable[[Path], object], type[Exception], str]] = [
     ("no regions", lambda p: set_header(p, region_count=0), MapCorrupt, "region table"),
     ("region table outside", lambda p: set_header(p, region_offset=2**31), MapCorrupt, "outside the file"),
     ("column outside", lambda p: set_region(p, "owner", offset=2**40), MapCorrupt, "'owner' lies outside"),
-    ("column over the end", lambda p: set_region(p, "events", count=2**50), MapCorrupt, "'events' lies outside"),
+    ("column over the end", lambda p: set_region(p, "events", count=2**20), MapCorrupt, "'events' lies outside"),
+    ("absurd table", lambda p: set_region(p, "groups", count=40_000_000), MapCorrupt, "'groups' has 40000000 items"),
+    ("absurd block size", lambda p: set_header(p, block_tokens=2**31), MapCorrupt, "2147483648 tokens"),
     ("wrong item size", lambda p: set_region(p, "state", item_bytes=4), MapCorrupt, "'state' has"),
     ("state missing", lambda p: set_region(p, "state", name=b"other"), MapCorrupt, "missing"),
 ]

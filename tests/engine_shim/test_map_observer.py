@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_shim import BlockState, MapObserver, MapReader, MapSpec
+from engine_shim.errors import MapUnavailable
 from engine_shim.layout import OPTIONAL_COLUMNS, EventKind
 from engine_shim.map_observer import MAX_ENTRIES
 from engine_shim.snapshot import MapSnapshot
@@ -292,6 +293,25 @@ def test_lifetimes_idle_times_and_reuse_gaps_are_of_every_block_also_within_one_
         ("unknown counter", lambda o: o.counted("cosmic_rays")),
         ("token counts missing", lambda o: o.wrote([1, 2], [16], 17)),
         ("token counts for no owner", lambda o: o.progressed([1], [])),
+        ("a fraction of a block", lambda o: o.allocated([1.5])),
+        ("negative amount", lambda o: o.counted("preemptions", -1)),
+        ("absurd amount", lambda o: o.counted("preemptions", 2**64)),
+        ("no amount", lambda o: o.counted("preemptions", None)),
+        ("a list as a counter", lambda o: o.counted([])),
+        ("negative tokens", lambda o: o.wrote([1], [3], -3)),
+        ("no tokens", lambda o: o.wrote([1], [3], None)),
+        ("negative requests", lambda o: o.step_ended(-1, 0)),
+        ("absurd requests", lambda o: o.step_ended(2**32, 0)),
+        ("owner of no slot", lambda o: o.allocated([2], 5000)),
+        ("negative owner", lambda o: o.allocated([2], -1)),
+        ("progress of no slot", lambda o: o.progressed([5000], [1])),
+        ("owner closed that is none", lambda o: o.close_owner(5000)),
+        ("nothing closed", lambda o: o.close_owner(None)),
+        ("negative position", lambda o: o.allocated([2], 0, -5)),
+        ("no such group", lambda o: o.allocated([2], 0, 0, 256)),
+        ("no policy", lambda o: o.set_policy(None)),
+        ("devices that are no names", lambda o: o.set_gpu_uuids([1])),
+        ("no such flag", lambda o: o.set_flag(upside_down=True)),
         ("move outside", lambda o: o.moved([1], [BLOCKS], live=False)),
         ("move twice", lambda o: o.moved([1, 1], [2, 3], live=False)),
     ],
@@ -314,6 +334,50 @@ def test_a_fault_ends_observation_never_the_engine(
     assert not before.flags.degraded
     assert after.states.tolist() == before.states.tolist()
     assert observer.reason
+
+
+def test_ids_that_are_no_text_are_told_as_text(observer: MapObserver) -> None:
+    observer.open_owner(123, None, None)  # type: ignore[arg-type]
+    observer.step_ended(1, 0)
+    (entry,) = read(observer).owners
+    assert (entry.request_id, entry.lora) == ("123", "")
+
+
+def test_an_interrupt_within_a_publish_is_the_engine_s_and_leaves_a_map_that_is_never_taken_for_whole(
+    observer: MapObserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    observer.allocated([1])
+    with monkeypatch.context() as patch:
+        patch.setattr("engine_shim.publisher.StepPublisher._write_events", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            observer.step_ended(1, 0)
+    observer.allocated([2])
+    observer.step_ended(1, 0)
+    assert observer.path is not None
+    reader = MapReader(observer.path)
+    with pytest.raises(MapUnavailable):
+        reader.read(timeout_seconds=0.01)
+    assert reader.flags().degraded
+    observer.close(keep=True)
+    with pytest.raises(MapUnavailable):
+        reader.read(timeout_seconds=0.01)
+    assert reader.flags().closing
+
+
+def test_a_clock_that_is_set_back_gives_no_lifetime_of_weeks(tmp_path: Path) -> None:
+    now = [10_000_000_000]
+    observer = MapObserver.create(spec(), tmp_path, clock_ns=lambda: now[0])
+    observer.allocated([1, 2])
+    observer.step_ended(1, 0)
+    now[0] -= 2_000_000
+    observer.freed([1, 2])
+    observer.step_ended(1, 0)
+    lifetime = read(observer).histograms["lifetime"]
+    observer.close()
+    assert (lifetime.sum_seconds, sum(lifetime.counts)) == (0.0, 2)
 
 
 def test_the_journal_is_published_before_it_grows(observer: MapObserver) -> None:

@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -182,6 +183,64 @@ def test_a_second_writer_in_the_same_process_is_refused(tmp_path: Path) -> None:
         MapWriter.create(spec(), tmp_path)
     first.close()
     MapWriter.create(spec(), tmp_path).close()
+
+
+def test_another_spelling_of_the_folder_is_the_same_map(tmp_path: Path) -> None:
+    (tmp_path / "maps").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "maps")
+    first = MapWriter.create(spec(), tmp_path / "maps")
+    with pytest.raises(MapBusy, match="this process"):
+        MapWriter.create(spec(), tmp_path / "link")
+    code = (
+        "import sys; from pathlib import Path; from engine_shim import MapReader; "
+        "sys.exit(not MapReader(Path(sys.argv[1])).writer_alive())"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(first.path)], check=False).returncode == 0
+    first.close()
+
+
+def test_a_change_of_the_working_folder_leaves_no_map_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    writer = MapWriter.create(spec(), Path("maps"))
+    monkeypatch.chdir("/")
+    writer.close()
+    assert list((tmp_path / "maps").iterdir()) == []
+
+
+def test_a_file_that_is_no_map_keeps_its_name(tmp_path: Path) -> None:
+    path = tmp_path / spec().file_name
+    path.write_text("mine")
+    with pytest.raises(MapSpaceError, match="in the way and is no map"):
+        MapWriter.create(spec(), tmp_path)
+    assert path.read_text() == "mine"
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_map_has_no_name_before_it_is_complete_and_none_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that kill -9 while a map is made leaves nothing."""
+    seen: list[list[Path]] = []
+
+    def fill_in(*arguments: object) -> None:
+        seen.append(list(tmp_path.iterdir()))
+        raise OSError("power cut")
+
+    monkeypatch.setattr(MapWriter, "_fill_in", fill_in)
+    with pytest.raises(OSError, match="power cut"):
+        MapWriter.create(spec(), tmp_path)
+    assert seen == [[]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_can_start_no_thread_leaves_no_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    observer = MapObserver.create(spec(), tmp_path)
+    assert "can't start new thread" in observer.reason
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_room_for_the_map_is_an_error_now_and_not_a_signal_later(tmp_path: Path) -> None:
