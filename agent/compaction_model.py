@@ -144,6 +144,7 @@ class PolicyState:
     watched_until: float | None = None  # F above `enter` before this undoes the last run
     undone: int = 0  # runs in a row that did not last
     undone_reason: str = ""
+    undone_failed: bool = False  # the last of them failed, rather than being undone
     # Relocation
     relocation_asked: float | None = None
     relocation_on_since: float | None = None

@@ -54,7 +54,7 @@ class CompactionPolicy:
             watched_until=now + self.settings.lasting_seconds,
         )
         if result.failed:
-            return self._did_not_last(state, f"the last run failed: {result.reason}", now)
+            return self._did_not_last(state, f"the last run failed: {result.reason}", now, failed=True)
         after = result.fragmentation_after
         if after is not None and after > self.settings.enter:
             return self._did_not_last(state, f"the last run left F at {after:.2f}: {result.reason}", now)
@@ -116,7 +116,7 @@ class CompactionPolicy:
             state = replace(state, relocation_asked=None, relocation_barred_until=barred)
         return state
 
-    def _did_not_last(self, state: PolicyState, reason: str, now: float) -> PolicyState:
+    def _did_not_last(self, state: PolicyState, reason: str, now: float, *, failed: bool = False) -> PolicyState:
         undone = state.undone + 1
         # The exponent is bounded, since 2.0 ** 1024 is an error and not a long time.
         seconds = min(self.settings.max_backoff_seconds, self.settings.backoff_seconds * 2.0 ** min(undone - 1, 60))
@@ -124,6 +124,7 @@ class CompactionPolicy:
             state,
             undone=undone,
             undone_reason=reason,
+            undone_failed=failed,
             watched_until=None,
             hold_until=max(now + seconds, state.hold_until or now),
         )
@@ -197,8 +198,12 @@ class CompactionPolicy:
             left = state.hold_until - now
             if not state.undone:
                 return Verdict(Decision.HOLD_COOLDOWN, f"the next run is allowed in {left:.0f} s")
-            settled = "settled: " if state.undone >= settings.settled_after else ""
-            return Verdict(Decision.HOLD_BACKOFF, f"{settled}{_undone(state)}; the next one in {left:.0f} s")
+            text = _undone(state)
+            if state.undone >= settings.settled_after:
+                text = f"settled: {text}"
+                if seen.allocation_policy and not state.undone_failed and "undoes it" not in text:
+                    text += f"; the allocation policy {seen.allocation_policy!r} undoes what runs bring"
+            return Verdict(Decision.HOLD_BACKOFF, f"{text}; the next one in {left:.0f} s")
         plan = seen.plan
         if plan is None:
             return _say(Decision.HOLD_NO_PLAN)

@@ -16,12 +16,22 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
+from agent.audit import AuditLog
 from agent.client import AgentClient
+from agent.compaction_driver import CompactionDriver
+from agent.compaction_model import Decision
+from agent.compaction_record import DatedVerdict
+from agent.compaction_settings import DriverSettings, Scope
+from agent.history import MemoryHistory
+from agent.model import AgentView, Clock, PoolSample
+from agent.sampler import Sampler
 from engine_shim.layout import COUNTERS, HISTOGRAM_BOUNDS_SECONDS, HISTOGRAMS, NO_GROUP
+from engine_shim.map_reader import MapReader
 from engine_shim.snapshot import EngineIdentity, Histogram, MapFlags, MapSnapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITER = Path(__file__).with_name("writer_process.py")
+POOL_ENGINE = Path(__file__).with_name("pool_engine.py")
 CREATED_UNIX = 1_700_000_000
 PATIENCE_SECONDS = 30.0
 
@@ -95,6 +105,48 @@ def start_engine(folder: Path) -> Iterator[StartEngine]:
     yield start
     for engine in engines:
         engine.kill()
+
+
+class StartPool(Protocol):
+    def __call__(self, **options: Any) -> PoolProcess: ...
+
+
+class PoolProcess:
+    """A process with a pool, its map and its control socket; `id` is what /v1/engines lists."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        given = {"folder": str(folder), "blocks": 1024, **options}
+        self.process = subprocess.Popen(
+            [sys.executable, POOL_ENGINE, json.dumps(given)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert self.process.stdout is not None
+        told = json.loads(self.process.stdout.readline())
+        self.path, self.live = Path(told["path"]), float(told["live"])
+        self.id = self.path.name.removesuffix(".kvmap")
+
+    def end(self) -> None:
+        """Killed; fails where it had ended by itself, as it does when a block does not hold what it must."""
+        status = self.process.poll()
+        self.process.kill()
+        self.process.communicate()
+        assert status in (None, -9), f"the engine ended with {status}"
+
+
+@pytest.fixture
+def start_pool(folder: Path) -> Iterator[StartPool]:
+    """Starts pool processes in `folder`, and ends them."""
+    pools: list[PoolProcess] = []
+
+    def start(**options: Any) -> PoolProcess:
+        pools.append(PoolProcess(folder, **options))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.end()
 
 
 class Agent:
@@ -271,3 +323,60 @@ def make_snapshot() -> MakeSnapshot:
         return replace(snapshot, **rest)
 
     return make
+
+
+class Watch:
+    """A sampler and a driver without threads: each `tick` is a fresh sample and, for the policy, one second more."""
+
+    def __init__(self, folder: Path, settings: DriverSettings, audit: AuditLog) -> None:
+        self.now = 1000.0
+        clock = Clock(monotonic=lambda: self.now)
+        self.sampler = Sampler(lambda: [folder], MapReader, MemoryHistory())
+        self.driver = CompactionDriver(settings, audit, clock=clock)
+        self.audit = audit
+
+    def tick(self, seconds: float = 1.0) -> AgentView:
+        """Decide with samples of now, and wait for what comes of it."""
+        asked_ns, deadline = time.time_ns(), time.monotonic() + PATIENCE_SECONDS
+        view = self.sampler.tick()
+        while any(one.snapshot.published_unix_ns < asked_ns for one in view.samples.values() if one.state == "live"):
+            assert time.monotonic() < deadline, "an engine publishes nothing"
+            time.sleep(0.005)
+            view = self.sampler.tick()
+        self.now += seconds
+        self.driver.tick(view)
+        assert self.driver.wait_idle(PATIENCE_SECONDS)
+        return view
+
+    def sample(self, id: str) -> PoolSample:
+        return self.sampler.view.samples[id]
+
+    def last(self, id: str) -> DatedVerdict:
+        """The decision that stands."""
+        return self.driver.standing(self.sample(id)).verdicts[-1]
+
+    def until(self, id: str, decision: Decision, most: int = 400) -> DatedVerdict:
+        """Tick until this is decided."""
+        for _ in range(most):
+            self.tick()
+            if (verdict := self.last(id)).decision is decision:
+                return verdict
+        raise AssertionError(f"never {decision}: {self.driver.standing(self.sample(id)).verdicts}")
+
+
+class MakeWatch(Protocol):
+    def __call__(self, settings: DriverSettings | None = None, audit: AuditLog | None = None) -> Watch: ...
+
+
+@pytest.fixture
+def watch(folder: Path) -> Iterator[MakeWatch]:
+    """Watches over `folder`; engines of every kind are in their scope unless told otherwise."""
+    made: list[Watch] = []
+
+    def make(settings: DriverSettings | None = None, audit: AuditLog | None = None) -> Watch:
+        made.append(Watch(folder, settings or DriverSettings(scope=Scope.parse("all")), audit or AuditLog(None)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.sampler.close()
