@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from engine_shim.block_pool import BlockPool
 from engine_shim.errors import SettingsError
 from engine_shim.policies import POLICIES
 from engine_shim.runs import count_runs, find_runs
-from engine_shim.simulator import SimulationReport, simulate
+from engine_shim.simulator import SimulationReport, _Steps, simulate
 from engine_shim.workload import TraceRequest, Workload, load_workload
 
 QUANTILES = {"p10", "p50", "p90", "p95", "max"}
@@ -173,6 +176,7 @@ def test_stock_without_prefix_cache_is_the_milder_case() -> None:
         ("vllm", False, 0.36, 0.52, 0.59, 0.94),
         ("lowest-any", True, 0.05, 0.16, 0.32, 0.24),
         ("lowest-free", False, 0.05, 0.16, 0.32, 0.24),
+        ("relocating", True, 0.09, 0.205, 0.345, 0.042),
     ],
 )
 def test_published_figures_of_the_azure_trace(
@@ -199,3 +203,45 @@ def test_runs(mask: list[int], starts: list[int], lengths: list[int]) -> None:
 
 def test_runs_of_a_table() -> None:
     assert [count_runs(blocks) for blocks in ([], [4], [4, 5, 6], [6, 5, 4], [1, 2, 9, 10, 3])] == [0, 1, 1, 3, 3]
+
+
+def test_a_year_without_a_request_costs_no_time_and_changes_nothing() -> None:
+    """Its steps count as the last one before it; nine steps of 0.5 s can be counted by hand."""
+    near = simulate(workload((0.0, 32, 30), (10.0, 32, 30)), policies=["vllm"], blocks=10, headroom=0)
+    far = simulate(workload((0.0, 32, 30), (3.2e7, 32, 30)), policies=["vllm"], blocks=10, headroom=0)
+    one, other = near.policies["vllm"], far.policies["vllm"]
+    assert (one.steps, other.steps) == (20 + 2, 64_000_000 + 2)
+    assert one.live_share_mean == pytest.approx(2 * 3 / (22 * 10))
+    assert other.live_share_mean == pytest.approx(2 * 3 / (64_000_002 * 10))
+    assert (one.fragmentation_rate, one.allocated_blocks) == (other.fragmentation_rate, other.allocated_blocks)
+
+
+@given(
+    st.lists(
+        st.tuples(st.one_of(st.none(), st.floats(0, 1, width=32), st.just(0.5)), st.integers(1, 9)),
+        min_size=1,
+        max_size=40,
+    ),
+    st.integers(0, 60),
+    st.integers(1, 400),
+)
+def test_quantiles_of_runs_are_those_of_their_steps(
+    runs: list[tuple[float | None, int]], first_step: int, length: int
+) -> None:
+    steps = _Steps()
+    for rate, count in runs:
+        steps.add(rate, count)
+    whole = [rate for rate, count in runs for _ in range(count)]
+    defined = [rate for rate in whole[first_step : first_step + length] if rate is not None]
+    found = steps.quantiles(first_step, first_step + length)
+    wanted = np.percentile(defined, (10, 50, 90, 95, 100)).tolist() if defined else [None] * 5
+    assert [found.p10, found.p50, found.p90, found.p95, found.max] == wanted
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 2**24 + 1, 10**18])
+def test_a_pool_beyond_memory_is_refused_before_it_is_made(blocks: int) -> None:
+    with pytest.raises(SettingsError, match=f"blocks={blocks}"):
+        simulate(workload((0.0, 32, 30)), blocks=blocks)
+    if blocks:
+        with pytest.raises(SettingsError, match=f"num_blocks={blocks}"):
+            BlockPool(blocks)
