@@ -15,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from agent.compaction_model import Decision
+from agent.compaction_tally import OUTCOMES, Tally
 from agent.exporter import LABELS, MAX_TEXT_AGE_SECONDS, SCRAPED_LATELY_SECONDS, Exporter, render_text
 from agent.forecast import ExhaustionForecast
 from agent.fragmentation import analyze
@@ -144,6 +146,23 @@ def test_values(snapshot: MapSnapshot) -> None:
     assert [value("block_lifetime_seconds_bucket", le=le) for le in ("0.5", "2.0", "+Inf")] == [1, 3, 6]
     assert value("block_lifetime_seconds_count") == 6
     assert value("block_lifetime_seconds_sum") == 9.5
+
+
+def test_compaction_s_label_sets_are_closed_and_start_at_zero(snapshot: MapSnapshot) -> None:
+    sample, tally = sample_of(snapshot), Tally()
+    tally.run_ended("reached", 12, 0.5)
+    tally.run_ended("a word of a later engine", 1, 1000.0)
+    tally.decisions[Decision.HOLD_HEALTHY] += 3
+    text = Exporter(lambda: view_of(sample), clock=CLOCK, tallies=lambda: {sample.id: tally}).render().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    runs = {one.labels["outcome"]: one.value for one in families["kvatlas_compactions"].samples}
+    assert runs == {**dict.fromkeys(OUTCOMES, 0), "reached": 1, "other": 1}
+    decisions = {one.labels["decision"]: one.value for one in families["kvatlas_compaction_decisions"].samples}
+    assert decisions == {**{one.name.lower(): 0 for one in Decision}, "hold_healthy": 3}
+    assert [one.value for one in families["kvatlas_compaction_moved_blocks"].samples] == [13]
+    seconds = {one.labels.get("le", one.name): one.value for one in families["kvatlas_compaction_seconds"].samples}
+    assert (seconds["0.3"], seconds["1.0"], seconds["100.0"], seconds["+Inf"]) == (0, 1, 1, 2)
+    assert seconds["kvatlas_compaction_seconds_sum"] == 1000.5
 
 
 def test_what_is_gone_is_absent(snapshot: MapSnapshot, make_snapshot: Make) -> None:
