@@ -147,7 +147,7 @@ def _holdings(snapshot: MapSnapshot) -> dict[int, tuple[int, int, int]] | None:
     waste: NDArray[Any] = np.zeros(size)
     if snapshot.tokens is not None:
         held = (snapshot.states == BlockState.USED) | (snapshot.states == BlockState.PINNED)
-        empty = np.maximum(snapshot.identity.block_tokens - snapshot.tokens.astype(np.int32), 0) * held
+        empty = np.maximum(snapshot.identity.block_tokens - snapshot.tokens.astype(np.int64), 0) * held
         waste = np.bincount(row, weights=empty, minlength=size)
     return {
         owner: (int(exclusive[index]), int(runs[index]), int(waste[index]))

@@ -16,6 +16,9 @@ from engine_shim.observer import NO_OBSERVER, PoolObserver
 from engine_shim.policies import make_policy, switch_policy
 from engine_shim.prefix import PrefixIndex
 
+MAX_POOL_BLOCKS = 1 << 24
+"""A pool keeps some 200 bytes a block in Python objects: 3 GB for so many, which is a terabyte of KV and more."""
+
 
 class Allocation(NamedTuple):
     """`blocks` in table order, one reference each; `copies`, (source, destination) block pairs, all of them to be
@@ -48,8 +51,8 @@ class BlockPool:
         """`headroom` is the share of usable blocks (rounded down) that new sequences may not take; `reserved` blocks
         are never allocated; `block_bytes`, where they are known, are for the observer's counters. SettingsError on
         values that make no pool; a pool of 0 usable blocks is one, and full."""
-        if num_blocks < 0:
-            raise SettingsError(f"num_blocks={num_blocks}: a pool has 0 or more blocks")
+        if not 0 <= num_blocks <= MAX_POOL_BLOCKS:
+            raise SettingsError(f"num_blocks={num_blocks}: a pool has 0 to {MAX_POOL_BLOCKS:,} blocks")
         if block_tokens < 1:
             raise SettingsError(f"block_tokens={block_tokens}: a block holds at least one token")
         if not 0.0 <= headroom < 1.0:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine_shim.block_pool import BlockPool
+from engine_shim.block_pool import MAX_POOL_BLOCKS, BlockPool
 from engine_shim.errors import PoolExhausted, SettingsError
 from engine_shim.observer import NullObserver
 from engine_shim.policies import POLICIES
@@ -98,8 +98,8 @@ def simulate(
     F is sampled after that, from the first arrival to the last end.
     SettingsError on values that make no sense.
     """
-    if blocks < 1:
-        raise SettingsError(f"blocks={blocks}: the simulated pool has at least one block")
+    if not 1 <= blocks <= MAX_POOL_BLOCKS:
+        raise SettingsError(f"blocks={blocks}: the simulated pool has 1 to {MAX_POOL_BLOCKS:,} blocks")
     if max_sequences < 1:
         raise SettingsError(f"max_sequences={max_sequences}: at least one sequence must be able to run")
     if not policies:
@@ -204,13 +204,19 @@ class _Service:
         self._prompt_blocks = self._prompt_runs = 0
 
     def run(self) -> PolicyResult:
-        rates: list[float | None] = []
-        used: list[int] = []
+        rates = _Steps()
+        used_steps = 0  # sum over the steps of the blocks in use
         start = self._arrivals[0].arrival_s if self._arrivals else 0.0
         last_arrival = self._arrivals[-1].arrival_s if self._arrivals else 0.0
         rate: float | None = None
         while self._arrivals or self._waiting or self._running:
-            now = start + len(rates) * STEP_SECONDS
+            if not self._waiting and not self._running and rates.count:
+                # Nothing happens before the next arrival: every step until then is as the last one was.
+                idle = _step_of(self._arrivals[0].arrival_s, start) - rates.count
+                if idle > 0:
+                    rates.add(rate, idle)
+                    used_steps += idle * self._pool.num_used
+            now = start + rates.count * STEP_SECONDS
             while self._arrivals and self._arrivals[0].arrival_s <= now:
                 request = self._arrivals.popleft()
                 self._waiting.append(_Sequence(request, request_block_hashes(request, self._pool.block_tokens)))
@@ -219,10 +225,10 @@ class _Service:
             if self._meter.changed:
                 rate = self._meter.fragmentation_rate()
                 self._meter.changed = False
-            rates.append(rate)
-            used.append(self._pool.num_used)
+            rates.add(rate)
+            used_steps += self._pool.num_used
         arriving_steps = int((last_arrival - start) / STEP_SECONDS) + 1
-        return self._result(rates, used, arriving_steps)
+        return self._result(rates, used_steps, arriving_steps)
 
     def _decode(self) -> None:
         """One step for every running sequence."""
@@ -294,13 +300,13 @@ class _Service:
             self._pool.register_blocks(sequence.table[news], sequence.hashes[news])
             sequence.registered = full
 
-    def _result(self, rates: list[float | None], used: list[int], arriving_steps: int) -> PolicyResult:
+    def _result(self, rates: _Steps, used_steps: int, arriving_steps: int) -> PolicyResult:
         meter = self._meter
         return PolicyResult(
-            fragmentation_rate=_quantiles(rates),
-            settled_fragmentation_rate=_quantiles(rates[arriving_steps // 5 : arriving_steps]),
-            undefined_share=_ratio(rates.count(None), len(rates)),
-            live_share_mean=_ratio(sum(used), len(used) * self._pool.usable_blocks),
+            fragmentation_rate=rates.quantiles(0, rates.count),
+            settled_fragmentation_rate=rates.quantiles(arriving_steps // 5, arriving_steps),
+            undefined_share=_ratio(rates.undefined, rates.count),
+            live_share_mean=_ratio(used_steps, rates.count * self._pool.usable_blocks),
             prefix_query_tokens=self._query_tokens if self._pool.prefix_cache else 0,
             prefix_hit_tokens=self._hit_tokens,
             preemptions=self._preemptions,
@@ -308,15 +314,51 @@ class _Service:
             allocated_blocks=meter.allocated_blocks,
             copies_per_allocated_block=_ratio(meter.copies, meter.allocated_blocks),
             descriptors_per_block=_ratio(self._prompt_runs, self._prompt_blocks),
-            steps=len(rates),
+            steps=rates.count,
         )
 
 
-def _quantiles(rates: Sequence[float | None]) -> FragmentationQuantiles:
-    defined = [rate for rate in rates if rate is not None]
-    if not defined:
-        return FragmentationQuantiles(None, None, None, None, None)
-    return FragmentationQuantiles(*(float(value) for value in np.percentile(defined, (10, 50, 90, 95, 100))))
+def _step_of(arrival_s: float, start: float) -> int:
+    """The first step at or after an arrival, by the comparison that the steps themselves make."""
+    step = max(0, int((arrival_s - start) / STEP_SECONDS) - 1)
+    while start + step * STEP_SECONDS < arrival_s:
+        step += 1
+    return step
+
+
+class _Steps:
+    """F of every step, kept as runs of equal steps, so that a year without a request takes no more room than one."""
+
+    def __init__(self) -> None:
+        self.count = self.undefined = 0
+        self._rates: list[float] = []  # NaN: no block was allocatable
+        self._ends: list[int] = []  # steps up to the end of each run
+
+    def add(self, rate: float | None, steps: int = 1) -> None:
+        self.count += steps
+        if rate is None:
+            self.undefined += steps
+        self._rates.append(np.nan if rate is None else rate)
+        self._ends.append(self.count)
+
+    def quantiles(self, first: int, stop: int) -> FragmentationQuantiles:
+        """Over steps first to before stop where F is defined; by linear interpolation, as numpy.percentile's."""
+        ends = np.clip(np.array(self._ends, np.int64), first, stop)
+        counts = np.diff(ends, prepend=first)
+        rates = np.array(self._rates)
+        keep = (counts > 0) & ~np.isnan(rates)
+        if not keep.any():
+            return FragmentationQuantiles(None, None, None, None, None)
+        rates, counts = rates[keep], counts[keep]
+        order = np.argsort(rates, kind="stable")
+        rates, upto = rates[order], np.cumsum(counts[order])
+        places = (int(upto[-1]) - 1) * (np.array((10, 50, 90, 95, 100)) / 100)
+        below = np.floor(places).astype(np.int64)
+        low = rates[np.searchsorted(upto, below, side="right")]
+        high = rates[np.searchsorted(upto, np.minimum(below + 1, upto[-1] - 1), side="right")]
+        share, width = places - below, high - low
+        values = np.where(share < 0.5, low + width * share, high - width * (1 - share))
+        return FragmentationQuantiles(*(float(value) for value in values))
 
 
 def _ratio(part: float, whole: float) -> float | None:

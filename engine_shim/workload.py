@@ -17,6 +17,7 @@ from engine_shim.errors import TraceError
 
 TRACE_PREFIX_TOKENS = 512  # tokens that one entry of `hash_ids` stands for
 DEFAULT_ARRIVALS_PER_SECOND = 2.0
+MAX_ARRIVAL_S = 1e10  # three hundred years; more is another unit, such as milliseconds since 1970
 
 _BUNDLED_FOLDER = Path(__file__).parent / "traces"
 BUNDLED_TRACES: Mapping[str, str] = {
@@ -204,8 +205,8 @@ def _seconds(error: Callable[[str], TraceError], value: object) -> float:
         seconds = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
         seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise error(f"arrival_s is {value!r}; expected seconds from 0")
+    if not 0 <= seconds <= MAX_ARRIVAL_S:  # false for NaN
+        raise error(f"arrival_s is {value!r}; expected seconds from 0 to {MAX_ARRIVAL_S:g}")
     return seconds
 
 

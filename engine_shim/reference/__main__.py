@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from engine_shim.compaction_run import RunSettings
-from engine_shim.errors import KvatlasError
+from engine_shim.errors import KvatlasError, SettingsError, TraceError
 from engine_shim.policies import POLICIES
 from engine_shim.reference.build import EngineSettings, arrivals, build_engine
 from engine_shim.reference.clock import RealClock, VirtualClock
@@ -24,10 +24,12 @@ from engine_shim.reference.engine import Pace
 from engine_shim.reference.geometry import GEOMETRIES, smallest_filling
 from engine_shim.reference.kv_cache import DTYPES
 from engine_shim.reference.scheduler import Limits
+from engine_shim.reference.transfer import PINNED_SHARE
 from engine_shim.tether import end_with_parent
 from engine_shim.workload import load_workload
 
 SCHEMA = "kvatlas.engine-report/v1"
+MAX_THREADS = 1024
 log = logging.getLogger("kvatlas.engine")
 
 
@@ -73,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--transfer-peer", help="send finished sequences to host:port or unix:/path")
     parser.add_argument("--transfer-every", type=int, default=1, help="send each n-th finished sequence")
     parser.add_argument("--transfer-rate", type=float, help="bytes a second of trace time; unbounded by default")
+    parser.add_argument("--transfer-pinned-share", type=float, default=PINNED_SHARE, help="of the pool, in transfer")
     parser.add_argument("--map-folder", type=Path, help="folder of the allocation map; KVATLAS_DIR by default")
     parser.add_argument("--end-with-parent", action="store_true", help="stop when the process that started us ends")
     return parser
@@ -89,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _serve(options, stop)
     except KvatlasError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, (SettingsError, TraceError)) else 1
 
 
 class _StopOnSignal:
@@ -138,7 +141,10 @@ def _serve(options: argparse.Namespace, stop: _StopOnSignal) -> int:
         transfer_peer=options.transfer_peer,
         transfer_every=options.transfer_every,
         transfer_bytes_per_second=options.transfer_rate,
+        transfer_pinned_share=options.transfer_pinned_share,
     )
+    if not 1 <= options.threads <= MAX_THREADS:
+        raise SettingsError(f"threads={options.threads} must be 1 to {MAX_THREADS}")
     torch.set_num_threads(options.threads)
     workload = load_workload(options.trace)
     if options.requests:

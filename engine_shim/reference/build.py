@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import engine_shim
-from engine_shim.block_pool import BlockPool
+from engine_shim.block_pool import MAX_POOL_BLOCKS, BlockPool
 from engine_shim.compaction_run import RunSettings
 from engine_shim.errors import SettingsError
 from engine_shim.map_observer import MapObserver
@@ -23,11 +23,12 @@ from engine_shim.reference.geometry import named_geometry
 from engine_shim.reference.kv_cache import KVCache, choose_device
 from engine_shim.reference.scheduler import Limits
 from engine_shim.reference.sequence import Sequence, sequence_of
-from engine_shim.reference.transfer import FolderTarget, PeerTarget, Target, Transfers
+from engine_shim.reference.transfer import PINNED_SHARE, FolderTarget, PeerTarget, Target, Transfers
 from engine_shim.relocation import RelocatingPolicy
 from engine_shim.workload import Workload
 
 RESERVED_BLOCKS = (0,)  # as vLLM's null block
+MAX_SEED = 1 << 63  # torch's generators take no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +59,19 @@ class EngineSettings:
     transfer_peer: str | None = None
     transfer_every: int = 1
     transfer_bytes_per_second: float | None = None  # of trace time
+    transfer_pinned_share: float = PINNED_SHARE  # of the usable blocks, pinned by all transfers together
 
     def __post_init__(self) -> None:
         if self.content not in ("pattern", "model"):
             raise SettingsError(f"content {self.content!r} is not known; use pattern or model")
         if self.blocks < 1 + len(RESERVED_BLOCKS):
             raise SettingsError(f"blocks={self.blocks}: block 0 is reserved, so an engine needs 2 or more")
+        if self.blocks > MAX_POOL_BLOCKS:
+            raise SettingsError(f"blocks={self.blocks}: a pool has at most {MAX_POOL_BLOCKS:,}")
+        if not 0.0 <= self.headroom < 1.0:  # false for NaN
+            raise SettingsError(f"headroom={self.headroom} is a share of the usable blocks: 0 or more, below 1")
+        if not 0 <= self.seed < MAX_SEED:
+            raise SettingsError(f"seed={self.seed} must be 0 or more, and below 2**63")
         if self.samples < 1:
             raise SettingsError(f"samples={self.samples} must be 1 or more")
         if self.transfer_folder is not None and self.transfer_peer is not None:
@@ -79,10 +87,18 @@ def build_engine(
     cache = KVCache(geometry, settings.blocks, block_tokens=settings.block_tokens, dtype=settings.dtype, device=device)
     make_runner: Callable[[KVCache, int], Runner] = PatternContent if settings.content == "pattern" else Decoder
     runner = make_runner(cache, settings.seed)
-    if observer is None:
-        written = MapObserver.create(_map_spec(settings, cache, runner), map_folder)
+    if observer is not None:
+        return _assemble(settings, clock, cache, runner, observer), observer
+    written = MapObserver.create(_map_spec(settings, cache, runner), map_folder)
+    try:
         written.set_flag(relocating=settings.policy == RelocatingPolicy.name)
-        observer = written
+        return _assemble(settings, clock, cache, runner, written), written
+    except BaseException:
+        written.close()  # no map stays behind of an engine that never was
+        raise
+
+
+def _assemble(settings: EngineSettings, clock: Clock, cache: KVCache, runner: Runner, observer: PoolObserver) -> Engine:
     pool = BlockPool(
         settings.blocks,
         policy=settings.policy,
@@ -101,6 +117,7 @@ def build_engine(
             cache,
             target,
             bytes_per_second=None if rate is None else rate * settings.pace.speed,
+            pinned_share=settings.transfer_pinned_share,
             wake=clock.wake,
         )
     engine = Engine(
@@ -121,7 +138,7 @@ def build_engine(
         engine.compaction.set_moving(False, "this engine was started with moving off")
     if settings.control and isinstance(observer, MapObserver) and observer.path is not None:
         engine.offer_control(observer.path)
-    return engine, observer
+    return engine
 
 
 def arrivals(workload: Workload, settings: EngineSettings, *, loop: bool = False) -> Iterator[tuple[float, Sequence]]:

@@ -35,6 +35,9 @@ RELOCATION_BYTES = 64 << 20
 IDLE_STEP_SECONDS = 0.25  # an idle engine still ends a step this often, so that its map stays fresh
 
 
+LEAST_PACE = 1e-6
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How fast a trace is served. `speed` scales arrivals, decoding and transfers alike."""
@@ -43,10 +46,12 @@ class Pace:
     tokens_per_second: float = 30.0  # of one sequence; 0 where only the hardware is the limit
 
     def __post_init__(self) -> None:
-        if not 0 < self.speed < math.inf:
-            raise SettingsError(f"speed={self.speed} must be above 0, and finite; 1 is real time")
-        if not 0 <= self.tokens_per_second < math.inf:
-            raise SettingsError(f"tokens_per_second={self.tokens_per_second} must be 0 or more; 0 is unbounded")
+        # Below the least, the time of one step is no number that a clock can wait for.
+        if not LEAST_PACE <= self.speed < math.inf:
+            raise SettingsError(f"speed={self.speed} must be {LEAST_PACE:g} or more, and finite; 1 is real time")
+        if self.tokens_per_second != 0 and not LEAST_PACE <= self.tokens_per_second < math.inf:
+            wanted = f"must be 0, which is unbounded, or {LEAST_PACE:g} or more"
+            raise SettingsError(f"tokens_per_second={self.tokens_per_second} {wanted}")
 
     @property
     def step_seconds(self) -> float:
@@ -307,8 +312,8 @@ class Engine:
         else:
             self._branches.pop(sequence.request_id, None)
             self._served += 1
-            if self._transfers is not None and self._served % self._transfer_every == 0:
-                self._transfers.start(sequence)
+            chosen = self._transfers is not None and self._served % self._transfer_every == 0
+            if chosen and self._transfers is not None and self._transfers.start(sequence):
                 return
         self.scheduler.release(sequence)
 

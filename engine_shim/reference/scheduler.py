@@ -80,7 +80,6 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `refusal` has nothing against."""
-        sequence.owner = self._observer.open_owner(sequence.request_id)
         self.waiting.append(sequence)
 
     def schedule(self) -> list[Work]:
@@ -141,7 +140,8 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back, its last first: the front of a prefix is worth keeping longest."""
         self.pool.release(reversed(sequence.forget_blocks()), owner=sequence.owner)
-        self._observer.close_owner(sequence.owner)
+        if sequence.owner:  # one that never ran has none
+            self._observer.close_owner(sequence.owner)
 
     def _admit(self, sequence: Sequence, budget: int) -> Work | None:
         pool, size = self.pool, self.pool.block_tokens
@@ -152,6 +152,9 @@ class Scheduler:
         needed = self._blocks_for(sequence.length) - len(hits) + pool.num_unreferenced(hits)
         if not pool.can_allocate(needed, new_sequence=first_time):
             return None
+        if not sequence.owner:
+            # Not before it holds blocks: a long queue would take every slot of the map's table from those that run.
+            sequence.owner = self._observer.open_owner(sequence.request_id)
         pulled = pool.pull(hits)
         self._copies.pulled(pulled)
         hits = pulled.blocks

@@ -139,6 +139,12 @@ def test_requests_and_what_they_hold(make_snapshot: Make) -> None:
     assert [one.request_id for one in request_page(sample_of(snapshot), 1, NOW).requests] == ["large"]
 
 
+def test_a_block_may_hold_more_tokens_than_31_bits_count(make_snapshot: Make) -> None:
+    entry = OwnerEntry(1, "a", "", "", 1, 1, 0)
+    snapshot = make_snapshot([2, 0], owner=[1, 0], tokens=[5, 0], owners=(entry,), block_tokens=2**32 - 1)
+    assert request_page(sample_of(snapshot), 1, NOW).requests[0].tail_waste_tokens == 2**32 - 6
+
+
 def test_scattered_blocks_are_many_runs(make_snapshot: Make) -> None:
     snapshot = make_snapshot([2] * 6, owner=[1, 2, 1, 2, 2, 1], owners=(OwnerEntry(1, "a", "", "", 1, 3, 0),))
     assert request_page(sample_of(snapshot), 1, NOW).requests[0].runs == 3

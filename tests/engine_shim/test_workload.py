@@ -92,6 +92,8 @@ def test_requests_are_put_in_order_of_arrival(tmp_path: Path) -> None:
         (CSV + "0,1,99999999999\n", "line 2: output_tokens is '99999999999'"),
         (CSV + "nan,1,1\n", "line 2: arrival_s is 'nan'; expected seconds"),
         (CSV + "-1,1,1\n", "line 2: arrival_s is '-1'"),
+        (CSV + "1e300,1,1\n", "line 2: arrival_s is '1e300'; expected seconds from 0 to 1e"),
+        (CSV + "1700000000000,1,1\n", "line 2: arrival_s is '1700000000000'"),
         (CSV + ",1,1\n", "line 2: arrival_s is ''"),
         ('{"prompt_tokens": 1, "output_tokens": 1}\n{"prompt_tokens": 1,\n', "line 2: not JSON"),
         ('{"prompt_tokens": 1, "output_tokens": 1}\n[1]\n', "line 2: a JSON list; expected one object a line"),

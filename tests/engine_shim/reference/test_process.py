@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from engine_shim.errors import KvatlasError, MapSpaceError, SettingsError
 from engine_shim.layout import BlockState
 from engine_shim.map_reader import MapReader
+from engine_shim.reference import __main__ as command
 
 TINY = ["--model-geometry", "test-tiny", "--device", "cpu", "--blocks", "600", "--transfer-every", "1"]
 DEADLINE_SECONDS = 60.0
@@ -75,8 +77,9 @@ def maps(folder: Path) -> list[Path]:
 
 def test_a_trace_is_served_to_its_end(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     process = start(
-        "--virtual-time", "--exit-when-done", "--verify-every", "20", "--transfer-dir", str(tmp_path / "kv")
-    )
+        "--virtual-time", "--exit-when-done", "--verify-every", "20",
+        "--transfer-dir", str(tmp_path / "kv"), "--transfer-pinned-share", "1",
+    )  # fmt: skip
     out, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, err
     report = json.loads(out)
@@ -159,7 +162,7 @@ def has_ended(pid: int) -> bool:
     ("flags", "message"),
     [
         (["--trace", "nowhere.csv"], "error: nowhere.csv does not exist"),
-        (["--speed", "0"], "error: speed=0.0 must be above 0"),
+        (["--speed", "0"], "error: speed=0.0 must be 1e-06 or more"),
     ],
 )
 def test_wrong_usage_is_said_in_one_line(
@@ -170,3 +173,46 @@ def test_wrong_usage_is_said_in_one_line(
     assert process.returncode == 2
     assert err.splitlines()[-1].startswith(message)
     assert "Traceback" not in err
+
+
+@pytest.fixture
+def in_process() -> Iterator[Callable[..., int]]:
+    """The command in this process, whose signal handlers are put back afterwards."""
+    kept = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield lambda *flags: command.main([*TINY, *flags])
+    for number, handler in kept:
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--headroom", "nan"], "headroom=nan"),
+        (["--threads", "0"], "threads=0 must be 1 to"),
+        (["--threads", str(10**12)], "threads=1000000000000"),
+        (["--seed", str(10**23)], "seed=1000"),
+        (["--speed", "1e-320"], "speed=1e-320"),
+        (["--tokens-per-second", "1e-320"], "tokens_per_second=1e-320"),
+        (["--blocks", str(10**12)], "blocks=1000000000000"),
+        (["--transfer-dir", "/dev/null/x"], "transfer folder"),
+        (["--transfer-peer", "localhost:1", "--transfer-rate", "nan"], "transfer rate nan"),
+        (["--transfer-dir", "kv", "--transfer-pinned-share", "1.5"], "a share of 0 to 1 of the pool, not 1.5"),
+    ],
+)
+def test_values_that_no_engine_can_have(
+    in_process: Callable[..., int], flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_process("--map-folder", str(tmp_path), *flags) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {message}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("error", "status"), [(MapSpaceError("full"), 1), (SettingsError("wrong"), 2)])
+def test_a_failure_is_not_wrong_usage(
+    in_process: Callable[..., int], error: KvatlasError, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "build_engine", fail)
+    assert in_process() == status

@@ -10,6 +10,8 @@ import pytest
 
 from engine_shim.errors import SettingsError
 from engine_shim.layout import BlockState
+from engine_shim.reference.build import EngineSettings, build_engine
+from engine_shim.reference.clock import VirtualClock
 from engine_shim.reference.engine import Engine, Pace
 from engine_shim.reference.scheduler import Limits
 from engine_shim.reference.sequence import Sequence, Status, sequence_of
@@ -182,6 +184,10 @@ def test_an_idle_engine_still_ends_steps(make_engine: EngineMaker, state_observe
         ({"blocks": 1}, "block 0 is reserved"),
         ({"content": "noise"}, "use pattern or model"),
         ({"samples": 0}, "samples=0"),
+        ({"headroom": float("nan")}, "headroom=nan"),
+        ({"seed": 10**23}, "below 2"),
+        ({"seed": -1}, "seed=-1"),
+        ({"blocks": 10**12}, "blocks=1000000000000: a pool has at most"),
         ({"transfer_every": 0}, "transfer_every=0"),
         ({"content": "model", "verify_every": 1}, "in pattern mode only"),
         ({"policy": "best"}, "no allocation policy is named 'best'"),
@@ -198,5 +204,33 @@ def test_a_wrong_pace_is_named() -> None:
         Pace(speed=0)
     with pytest.raises(SettingsError, match="tokens_per_second=-1"):
         Pace(tokens_per_second=-1)
+    with pytest.raises(SettingsError, match="speed=1e-320"):
+        Pace(speed=1e-320)
+    with pytest.raises(SettingsError, match="tokens_per_second=1e-320"):
+        Pace(tokens_per_second=1e-320)
+    assert Pace(tokens_per_second=0).step_seconds == 0
     with pytest.raises(SettingsError, match="step_tokens=0"):
         Limits(step_tokens=0)
+
+
+def test_a_request_that_waits_takes_no_slot_of_the_owners(
+    make_engine: EngineMaker, state_observer: Callable[[int], Any]
+) -> None:
+    """The map's table is of those that hold blocks: a long queue must not leave the running ones without a name."""
+    observer = state_observer(64)
+    engine = make_engine(observer=observer, limits=Limits(2, 8192))
+    sequences = queue(engine, *(TraceRequest(index, 0.0, 20, 10) for index in range(50)))
+    assert observer.live_owners == set()
+    engine.step()
+    running = [one for one in sequences if one.status is Status.RUNNING]
+    assert len(running) == 2
+    assert {one.owner for one in running} == observer.live_owners
+    assert {one.owner for one in sequences} - observer.live_owners == {0}
+
+
+@pytest.mark.parametrize("settings", [{"policy": "best"}, {"transfer_peer": "nowhere"}, {"relocation_bytes": -1}])
+def test_an_engine_that_could_not_start_leaves_no_map(tmp_path: Path, settings: dict[str, Any]) -> None:
+    wanted = EngineSettings(engine_id="test", blocks=64, model_geometry="test-tiny", device="cpu", **settings)
+    with pytest.raises(SettingsError):
+        build_engine(wanted, VirtualClock(), map_folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
