@@ -74,6 +74,7 @@ class Observation:
     written_bytes: int  # KV bytes that the engine has computed and stored
     blocks_allocated: int
     relocation_copies: int
+    moved_bytes: int = 0  # by moves of live blocks, whoever asked for them
     relocation: Relocation = Relocation.UNAVAILABLE
     allocation_policy: str = ""  # as the map names it
     refusal: str = ""  # why live blocks may not be moved, "" where they may

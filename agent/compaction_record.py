@@ -125,6 +125,7 @@ class PoolRecord:
             written_bytes=counters.get("tokens_written", 0) * identity.block_bytes // max(1, identity.block_tokens),
             blocks_allocated=counters.get("blocks_allocated", 0),
             relocation_copies=counters.get("relocation_copies", 0),
+            moved_bytes=counters.get("live_move_bytes", 0),
             relocation=self._relocation(snapshot.flags.relocating),
             allocation_policy=identity.policy,
             refusal=self._refusal(own_route),

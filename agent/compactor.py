@@ -76,7 +76,11 @@ class CompactionPolicy:
     def _follow(self, state: PolicyState, seen: Observation, now: float) -> PolicyState:
         """The state with what this observation shows, before anything is decided."""
         if seen.incarnation != state.incarnation:
-            state = replace(_NO_STATE, incarnation=seen.incarnation, written_start=seen.written_bytes)
+            # What was moved before, and is not earned by what was written before, is owed: else an agent that starts
+            # anew would have another allowance each time.
+            owed = max(0, seen.moved_bytes - int(self.settings.written_share * seen.written_bytes))
+            written = seen.written_bytes
+            state = replace(_NO_STATE, incarnation=seen.incarnation, written_start=written, spent_bytes=owed)
         state = self._follow_relocation(state, seen, now)
         if state.run_since is not None and now - state.run_since > self.settings.run_timeout_seconds:
             lost = RunResult(state.reserved_bytes, None, failed=True, reason="it was not heard of again")

@@ -162,6 +162,20 @@ def test_an_episode_lasts_until_the_exit() -> None:
     assert pool.tick(20, live=True).decision is Decision.HOLD_BRIEF
 
 
+def test_a_policy_that_starts_anew_has_no_second_allowance() -> None:
+    """An agent that is started again and again must not move a plan's worth each time."""
+    first = Pool(CompactionPolicy(replace(RULES, written_share=0.01)))
+    first.until(Decision.COMPACT)
+    first.run_ends(after=0.9)
+    moved = {"moved_bytes": 100 * BLOCK, "written_bytes": 1_000_000}
+    again = Pool(seen=replace(SEEN, **moved))  # type: ignore[arg-type]
+    verdict = again.until(Decision.HOLD_BUDGET)
+    assert "cost 100000 bytes; 10000 are left" in verdict.reason
+    # What writing has earned since is not owed any more.
+    amortised = Pool(seen=replace(SEEN, moved_bytes=100 * BLOCK, written_bytes=100 * 100 * BLOCK))
+    assert amortised.until(Decision.COMPACT).moves == 100
+
+
 def test_it_acts_within_its_time_and_waits_for_the_run() -> None:
     pool = Pool()
     began = pool.now
