@@ -77,7 +77,10 @@ def demo(
             transfers = supervisor.scratch / f"{engine_id}.transfers"
             arguments = [*served, *_engine_arguments(engine_id, policy, transfers)]
             engines.append(supervisor.start(engine_id, arguments, OMP_NUM_THREADS="1"))
-        supervisor.start("agent", ["engine_shim.launcher", "agent", "--listen", joined(agent_address)])
+        # The first engine stays as it is, to compare with: the agent acts on the others alone.
+        watching = ["engine_shim.launcher", "agent", "--listen", joined(agent_address)]
+        others = ",".join(engine_id for engine_id, _ in ENGINES[1:])
+        supervisor.start("agent", [*watching, "--compaction", others])
         if page_address is not None:
             page = ["dashboard", "--listen", joined(page_address), "--agent", url(agent_address)]
             supervisor.start("dashboard", page)
