@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from agent.discovery import FoundMap
-from agent.forecast import ExhaustionForecast, forecast_exhaustion
-from agent.fragmentation import analyze
+from agent.forecast import NOT_BLOCKED, Admission, ExhaustionForecast, forecast_exhaustion, judge_admission, queue_grows
+from agent.fragmentation import FragmentationReport, analyze
 from agent.history import History
 from agent.judgement import Judgement, Limits, judge
 from agent.model import NANOSECONDS, Clock, PoolSample, measure_waste, oldest_pinned
@@ -17,6 +17,7 @@ from engine_shim.errors import KvatlasError, MapCorrupt, MapUnavailable
 from engine_shim.snapshot import MapFlags, MapSnapshot
 
 FORECAST_WINDOW_SECONDS = 120.0
+QUEUE_WINDOW_SECONDS = 30.0  # of a queue what matters is now
 READ_TIMEOUT_SECONDS = 0.25
 
 
@@ -155,6 +156,7 @@ class Follower:
                     "largest_allocatable_run": report.largest_allocatable_run if awake else None,
                     "tail_waste_bytes": waste.bytes if waste else None,
                     "tokens_per_second": rate,
+                    "waiting_requests": snapshot.waiting_requests,
                 },
             )
         return PoolSample(
@@ -166,18 +168,23 @@ class Follower:
             fragmentation_known=awake,
             waste=waste,
             oldest_pinned_seconds=oldest_pinned(snapshot, now_unix),
-            forecast=self._forecast(judgement),
+            forecast=self._forecast(judgement, snapshot.identity.headroom_blocks),
+            admission=_admission(judgement, snapshot, report),
+            queue_grows=judgement.state == "live" and self._queue_grows(),
             tokens_per_second=rate,
             torn_reads=self._torn_reads,
             read_seconds=self.clock.monotonic() - began,
         )
 
-    def _forecast(self, judgement: Judgement) -> ExhaustionForecast:
+    def _forecast(self, judgement: Judgement, headroom_blocks: int) -> ExhaustionForecast:
         if judgement.state != "live":
-            return ExhaustionForecast(None, f"the engine is {judgement.state}")
+            return ExhaustionForecast(None, f"the engine is {judgement.state}", known=False)
         times, free = self.history.recent(self.found.id, "free", FORECAST_WINDOW_SECONDS)
         _, cached = self.history.recent(self.found.id, "cached", FORECAST_WINDOW_SECONDS)
-        return forecast_exhaustion(times, free + cached)
+        return forecast_exhaustion(times, free + cached, headroom_blocks)
+
+    def _queue_grows(self) -> bool:
+        return queue_grows(*self.history.recent(self.found.id, "waiting_requests", QUEUE_WINDOW_SECONDS))
 
     def _tokens_per_second(self, snapshot: MapSnapshot, now_unix: float) -> float | None:
         """Tokens written since the last poll; None at the first one and after a restart."""
@@ -186,3 +193,16 @@ class Follower:
         if previous is None or previous[1] != now[1] or now[0] <= previous[0] or now[2] < previous[2]:
             return None
         return (now[2] - previous[2]) / (now[0] - previous[0])
+
+
+def _admission(judgement: Judgement, snapshot: MapSnapshot, report: FragmentationReport) -> Admission:
+    if judgement.state != "live":
+        return NOT_BLOCKED
+    return judge_admission(
+        allocatable_blocks=report.allocatable_blocks,
+        headroom_blocks=snapshot.identity.headroom_blocks,
+        usable_blocks=report.usable_blocks,
+        used_blocks=report.used_blocks,
+        running=snapshot.running_requests,
+        waiting=snapshot.waiting_requests,
+    )

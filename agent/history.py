@@ -21,6 +21,7 @@ METRICS = (
     "largest_allocatable_run",
     "tail_waste_bytes",
     "tokens_per_second",
+    "waiting_requests",
 )
 MAX_POINTS = 3600
 _MAX_INDEX = 2**52  # buckets are counted from the epoch; beyond this a float cannot count them
@@ -60,7 +61,7 @@ class History(Protocol):
 
 
 class MemoryHistory:
-    """A ring a pool, allocated when the pool first has a sample: 40 bytes a sample, 144 kB for an hour at 1 Hz."""
+    """A ring a pool, allocated when the pool first has a sample: 48 bytes a sample, 173 kB for an hour at 1 Hz."""
 
     def __init__(self, *, seconds: float = 3600.0, interval_seconds: float = 1.0, max_pools: int = 256) -> None:
         self._capacity = max(2, math.ceil(seconds / interval_seconds))

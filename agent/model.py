@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.forecast import ExhaustionForecast
+from agent.forecast import NOT_BLOCKED, Admission, ExhaustionForecast
 from agent.fragmentation import FragmentationReport
 from agent.wire import EngineState
 from engine_shim.layout import BlockState
@@ -52,6 +52,8 @@ class PoolSample:
     tokens_per_second: float | None
     torn_reads: int  # reads since the agent opened the map that gave no whole snapshot
     read_seconds: float  # what the last read and analysis took
+    admission: Admission = NOT_BLOCKED
+    queue_grows: bool = False  # ever more requests wait
 
     @property
     def identity(self) -> EngineIdentity:

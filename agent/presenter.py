@@ -65,7 +65,15 @@ def summarize(sample: PoolSample, now_unix: float) -> wire.EngineSummary:
         tail_waste_tokens=sample.waste.tokens if sample.waste else None,
         tail_waste_bytes=sample.waste.bytes if sample.waste else None,
         oldest_pinned_seconds=sample.oldest_pinned_seconds,
-        forecast=wire.Forecast(exhaustion_seconds=sample.forecast.seconds, reason=sample.forecast.reason),
+        forecast=wire.Forecast(
+            exhaustion_seconds=sample.forecast.seconds,
+            reason=sample.forecast.reason,
+            known=sample.forecast.known,
+            headroom_seconds=sample.forecast.headroom_seconds,
+            admission_blocked=sample.admission.blocked,
+            admission_reason=sample.admission.reason,
+            queue_grows=sample.queue_grows,
+        ),
         counters=dict(snapshot.counters),
     )
 
@@ -125,8 +133,8 @@ def request_page(sample: PoolSample, limit: int, now_unix: float) -> wire.Reques
 
 
 def owner_name(owner: int, names: dict[int, str]) -> str | None:
-    """The request of an owner; one whose row is gone already is named by its number."""
-    return None if owner == 0 else names.get(owner, f"owner {owner & _SLOT_MASK}")
+    """The request of an owner. One whose row is gone has ended; its cached blocks still name it."""
+    return None if owner == 0 else names.get(owner, wire.ENDED_OWNER)
 
 
 def _cut(column: NDArray[np.unsignedinteger] | None, start: int, end: int) -> list[int] | None:

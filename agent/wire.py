@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 EngineState = Literal["live", "stale", "stalled", "sleeping", "gone", "unreadable"]
 BlockStateName = Literal["free", "cached", "used", "pinned", "reserved", "unknown"]
+ENDED_OWNER = "ended sequence"  # owner of blocks whose sequence is gone: cached ones keep their owner
 STATE_NAMES: tuple[BlockStateName, ...] = ("free", "cached", "used", "pinned", "reserved")
 
 
@@ -56,10 +57,18 @@ class Fragmentation(WireModel):
 
 
 class Forecast(WireModel):
-    """When no allocatable block is left at the present trend; None where none is in sight."""
+    """When no allocatable block is left at the present trend; None where none is in sight.
+
+    New sequences wait before that: they may not take the headroom.
+    """
 
     exhaustion_seconds: float | None
     reason: str
+    known: bool = True  # false where there is nothing to judge by, so that None says nothing
+    headroom_seconds: float | None = None  # until only the headroom is left; 0: now
+    admission_blocked: bool = False  # requests wait, and too few blocks are left for a new sequence
+    admission_reason: str = ""  # "" unless blocked
+    queue_grows: bool = False  # ever more requests wait
 
 
 class EngineSummary(WireModel):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.forecast import MIN_SAMPLES, forecast_exhaustion
+from agent.forecast import MIN_SAMPLES, forecast_exhaustion, judge_admission, queue_grows
 
 SECONDS = np.arange(60.0)
 
@@ -59,3 +59,58 @@ def test_unequal_columns_are_refused() -> None:
 def test_a_forecast_is_never_negative_nor_nan(blocks: list[int]) -> None:
     seconds = forecast_exhaustion(np.arange(float(len(blocks))), blocks).seconds
     assert seconds is None or 0 <= seconds <= 86_400
+
+
+def test_the_headroom_is_reached_before_the_end() -> None:
+    forecast = forecast_exhaustion(SECONDS, 1000 - 10 * SECONDS, 200)
+    assert (forecast.seconds, forecast.headroom_seconds) == (pytest.approx(41.0), pytest.approx(21.0))
+    assert forecast_exhaustion(SECONDS, 1000 - 10 * SECONDS, 500).headroom_seconds == 0.0
+
+
+def test_a_pool_that_rests_at_its_headroom_says_so() -> None:
+    forecast = forecast_exhaustion(SECONDS, np.full(60, 100.0), 100)
+    assert (forecast.seconds, forecast.headroom_seconds, forecast.known) == (None, 0.0, True)
+    assert forecast_exhaustion(SECONDS, np.full(60, 101.0), 100).headroom_seconds is None
+    assert forecast_exhaustion(SECONDS, np.full(60, 101.0)).headroom_seconds is None  # an engine without headroom
+
+
+def test_too_few_samples_are_not_an_all_clear() -> None:
+    assert not forecast_exhaustion(SECONDS[:2], [5, 5]).known
+    assert forecast_exhaustion(SECONDS, np.full(60, 500.0)).known
+
+
+@pytest.mark.parametrize(
+    ("allocatable", "waiting", "reason"),
+    [
+        pytest.param(100, 137, "137 wait; 0 blocks above the headroom of 100", id="at the headroom"),
+        pytest.param(90, 1, "1 wait; 10 blocks short of the headroom of 100", id="inside"),
+        pytest.param(148, 3, "3 wait; 48 blocks above the headroom of 100", id="less than a running sequence holds"),
+        pytest.param(152, 3, "", id="room for a sequence of usual size"),
+        pytest.param(100, 0, "", id="nobody waits"),
+    ],
+)
+def test_admission_is_blocked_where_some_wait_near_the_headroom(allocatable: int, waiting: int, reason: str) -> None:
+    admission = judge_admission(
+        allocatable_blocks=allocatable,
+        headroom_blocks=100,
+        usable_blocks=1000,
+        used_blocks=500,
+        running=10,
+        waiting=waiting,
+    )
+    assert (admission.blocked, admission.reason) == (bool(reason), reason)
+
+
+def test_one_giant_does_not_explain_every_wait() -> None:
+    pool = {"headroom_blocks": 100, "usable_blocks": 1000, "used_blocks": 600, "running": 1, "waiting": 5}
+    assert judge_admission(allocatable_blocks=200, **pool).blocked
+    assert not judge_admission(allocatable_blocks=201, **pool).blocked
+
+
+def test_a_queue_grows_where_its_trend_rises() -> None:
+    assert queue_grows(SECONDS[:30], 3 * SECONDS[:30])
+    assert not queue_grows(SECONDS[:30], 90 - 3 * SECONDS[:30])
+    assert not queue_grows(SECONDS[:30], np.full(30, 40.0))
+    assert not queue_grows(SECONDS[:30], 10 + 5 * np.sin(SECONDS[:30]))
+    assert not queue_grows(SECONDS[:5], SECONDS[:5])
+    assert not queue_grows([], [])

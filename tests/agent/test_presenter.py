@@ -107,9 +107,9 @@ def test_a_page_ends_with_the_pool(make_snapshot: Make) -> None:
     assert [(block.block, block.state) for block in page.blocks] == [(1, "used"), (2, "unknown")]
 
 
-def test_an_owner_whose_row_is_gone_is_named_by_its_slot(make_snapshot: Make) -> None:
+def test_an_owner_whose_row_is_gone_has_ended(make_snapshot: Make) -> None:
     page = block_page(sample_of(make_snapshot([2], owner=[(3 << 24) | 17])), 0, 1, NOW)
-    assert page.blocks[0].owner == "owner 17"
+    assert page.blocks[0].owner == "ended sequence"
 
 
 def test_requests_and_what_they_hold(make_snapshot: Make) -> None:

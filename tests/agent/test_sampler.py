@@ -347,12 +347,19 @@ def test_tokens_per_second_and_forecast(start_engine: Start, make_sampler: MakeS
     for step in range(15):
         engine.allocated([step * 10 + block for block in range(10)])
         engine.wrote([step * 10], [16], 160)
-        engine.step_ended(1, 0)
+        engine.step_ended(1, step)
         sampler.tick()
         offset[0] += 2.0
     sample = sampler.view.samples[engine.id]
     assert sample.tokens_per_second == pytest.approx(80, rel=0.05)
     assert sample.forecast.seconds == pytest.approx(850 / 5, rel=0.05)
+    assert sample.queue_grows
+    assert not sample.admission.blocked  # there is room: they wait for something else
+    engine.allocated(list(range(150, 990)))
+    engine.step_ended(1, 14)
+    full = sampler.tick().samples[engine.id]
+    assert full.admission.blocked
+    assert full.admission.reason == f"14 wait; 10 blocks above the headroom of {full.identity.headroom_blocks}"
 
 
 def test_events_are_logged_once(
