@@ -28,7 +28,7 @@ POLL_SECONDS = 0.2
 LEAST_KV_MIB = 512
 VERIFY_EVERY = 120  # steps between two checks of what the blocks hold
 TRANSFER_EVERY = 4
-TRANSFER_BYTES_PER_SECOND = 25_000_000  # a slow link, so that blocks in transfer can be seen
+TRANSFER_BYTES_PER_SECOND = 16_000_000  # a slow link, busy half of the time: so blocks in transfer can be seen
 
 
 def demo(

@@ -11,21 +11,24 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from engine_shim.block_pool import BlockPool
 from engine_shim.errors import SettingsError
 from engine_shim.reference.kv_cache import KVCache, coalesce
+from engine_shim.reference.pacer import Pacer
 from engine_shim.reference.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
+PINNED_SHARE = 0.1  # of the usable blocks: a link slower than its load must not take the pool away from the sequences
 
 
 class Target(Protocol):
@@ -84,6 +87,7 @@ class TransferTotals:
 
     sequences: int = 0
     failed: int = 0
+    skipped: int = 0  # not sent, since too many blocks were pinned
     blocks: int = 0
     descriptors: int = 0
     sent_bytes: int = 0
@@ -109,29 +113,48 @@ class Transfers:
         target: Target,
         *,
         bytes_per_second: float | None = None,
+        pinned_share: float = PINNED_SHARE,
         wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
     ) -> None:
-        if bytes_per_second is not None and bytes_per_second <= 0:
+        """`pinned_share`: of the usable blocks, that all transfers together may pin; one alone may always go.
+        `clock` and `wait` are what the rate is held by; by default real seconds, and a wait that `close` ends."""
+        if bytes_per_second is not None and not bytes_per_second > 0:  # so that NaN is refused too
             raise SettingsError(f"transfer rate {bytes_per_second} bytes/s must be above 0")
+        if not 0 <= pinned_share <= 1:
+            raise SettingsError(f"transfers may pin a share of 0 to 1 of the pool, not {pinned_share}")
         self._pool, self._cache, self._target = pool, cache, target
-        self._rate, self._wake = bytes_per_second, wake
+        self._most_pinned = int(pinned_share * pool.usable_blocks)
+        self._wake = wake
         self._pins: Counter[int] = Counter()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[tuple[_Job, TransferTotals]] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._pacer = None
+        if bytes_per_second is not None:
+            self._pacer = Pacer(bytes_per_second, clock=clock, wait=wait or self._stopping.wait)
         self.in_flight = 0
         self.totals = TransferTotals()
         self._thread = threading.Thread(target=self._send_all, name="kv-transfer", daemon=True)
         self._thread.start()
 
-    def start(self, sequence: Sequence) -> None:
-        """Pin the sequence's blocks and queue it. A block in two transfers at once is pinned once."""
+    def start(self, sequence: Sequence) -> bool:
+        """Pin the sequence's blocks and queue it. A block in two transfers at once is pinned once.
+
+        False, and counted, where others are in flight and too many blocks would be pinned: it is not sent then, and
+        its blocks are the caller's to release.
+        """
         table = tuple(sequence.table)
-        fresh = [block for block in table if not self._pins[block]]
+        fresh = [block for block in table if block not in self._pins]
+        if self.in_flight and len(self._pins) + len(fresh) > self._most_pinned:
+            self.totals = replace(self.totals, skipped=self.totals.skipped + 1)
+            return False
         self._pool.pin(fresh)
         self._pins.update(table)
         self.in_flight += 1
         self._jobs.put(_Job(sequence, table, table))
+        return True
 
     def collect(self) -> list[Sequence]:
         """Unpin what has been sent since the last call; returns the sequences, whose blocks can be released."""
@@ -182,6 +205,9 @@ class Transfers:
             "dtype": cache.dtype_name,
             "tokens": job.sequence.computed,
         }
+        pacer = self._pacer
+        if pacer is not None:
+            pacer.begin()
         with contextmanager(self._target.open)(job.sequence.request_id) as stream:
             stream.write(json.dumps(header).encode() + b"\n")
             for first, count in runs:
@@ -190,9 +216,11 @@ class Transfers:
                         raise OSError("the engine is shutting down")
                     stream.write(piece)
                     sent += piece.nbytes
-                    if self._rate is not None:
-                        self._stopping.wait(piece.nbytes / self._rate)
-        return TransferTotals(1, 0, len(job.table), len(runs) * len(cache.tensors), sent)
+                    if pacer is not None:
+                        pacer.sent(piece.nbytes)
+        if pacer is not None:
+            pacer.end()
+        return TransferTotals(1, 0, 0, len(job.table), len(runs) * len(cache.tensors), sent)
 
 
 def receive(stream: BinaryIO) -> tuple[dict[str, object], list[bytes]]:
@@ -213,6 +241,7 @@ def _sum(left: TransferTotals, right: TransferTotals) -> TransferTotals:
     return TransferTotals(
         left.sequences + right.sequences,
         left.failed + right.failed,
+        left.skipped + right.skipped,
         left.blocks + right.blocks,
         left.descriptors + right.descriptors,
         left.sent_bytes + right.sent_bytes,

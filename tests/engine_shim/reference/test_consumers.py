@@ -52,12 +52,14 @@ def compact(engine: Engine, wanted: RunSettings = QUICK) -> CompactionReport:
 
 # Transfer
 
+ALL = {"transfer_pinned_share": 1.0}  # every sequence goes, however many blocks that pins
+
 
 def test_transfers_need_fewer_descriptors_after_a_run(make_engine: EngineMaker, tmp_path: Path) -> None:
     """The cost that is predicted from tables is what the real transfers pay."""
     sent, predicted, runs = [], [], []
     for move in (False, True):
-        engine = make_engine(blocks=512, transfer_folder=tmp_path / str(move), prefix_cache=False, policy="fifo")
+        engine = make_engine(blocks=512, transfer_folder=tmp_path / str(move), prefix_cache=False, policy="fifo", **ALL)
         for index in range(60):
             assert engine.submit(sequence_of(TraceRequest(index, 0.0, 30, 150 if index % 3 else 20, (index,)), 16))
             engine.step()

@@ -82,7 +82,7 @@ def peer(tmp_path: Path) -> Iterator[tuple[str, list[bytes]]]:
 
 def test_a_peer_gets_the_blocks(make_engine: EngineMaker, peer: tuple[str, list[bytes]]) -> None:
     address, received = peer
-    engine = make_engine(transfer_peer=address)
+    engine = make_engine(transfer_peer=address, transfer_pinned_share=1.0)
     wanted = until_finished(engine, TraceRequest(0, 0.0, 100, 20), TraceRequest(1, 0.0, 33, 40))
     drain(engine)
     engine.close()
@@ -92,7 +92,7 @@ def test_a_peer_gets_the_blocks(make_engine: EngineMaker, peer: tuple[str, list[
 
 def test_blocks_are_pinned_until_they_are_sent(make_engine: EngineMaker, tmp_path: Path) -> None:
     """The reader of a fifo decides when the transfer goes on."""
-    engine = make_engine(transfer_folder=tmp_path, blocks=40)
+    engine = make_engine(transfer_folder=tmp_path, blocks=40, transfer_pinned_share=1.0)
     os.mkfifo(tmp_path / "0.kv")
     until_finished(engine, TraceRequest(0, 0.0, 512, 2, (1,)))
     for _ in range(20):
@@ -123,7 +123,7 @@ def test_a_failed_transfer_gives_its_blocks_back(make_engine: EngineMaker, tmp_p
 
 
 def test_closing_breaks_a_slow_transfer_off(make_engine: EngineMaker, tmp_path: Path) -> None:
-    engine = make_engine(transfer_folder=tmp_path, transfer_bytes_per_second=1.0)
+    engine = make_engine(transfer_folder=tmp_path, transfer_bytes_per_second=1.0, transfer_pinned_share=1.0)
     until_finished(engine, TraceRequest(0, 0.0, 100, 20), TraceRequest(1, 0.0, 100, 20))
     assert engine.pool.num_pinned > 0
     engine.close()
@@ -132,7 +132,26 @@ def test_closing_breaks_a_slow_transfer_off(make_engine: EngineMaker, tmp_path: 
 
 
 def test_only_the_newest_files_are_kept(make_engine: EngineMaker, serve: Server, tmp_path: Path) -> None:
-    engine = make_engine(transfer_folder=tmp_path)
+    engine = make_engine(transfer_folder=tmp_path, transfer_pinned_share=1.0)
     serve(engine, [TraceRequest(index, 0.1 * index, 30, 3) for index in range(12)])
     assert engine.report().transfers.sequences == 12
     assert sorted(int(path.stem) for path in tmp_path.iterdir()) == list(range(4, 12))
+
+
+def test_a_link_slower_than_its_load_pins_a_bounded_share(make_engine: EngineMaker, tmp_path: Path) -> None:
+    engine = make_engine(transfer_folder=tmp_path, transfer_bytes_per_second=1.0, transfer_pinned_share=0.4, blocks=101)
+    for index in range(8):
+        until_finished(engine, TraceRequest(index, 0.0, 160, 2, (index,)))  # 11 blocks each
+        assert engine.pool.num_pinned <= 40
+    assert engine.pool.num_pinned == 33
+    assert engine.pool.num_used == 0  # those that were not sent were released all the same
+    assert engine.report().transfers.skipped == 5
+    engine.close()
+    assert engine.report().transfers.failed == 3
+
+
+def test_a_transfer_larger_than_the_bound_goes_alone(make_engine: EngineMaker, tmp_path: Path) -> None:
+    engine = make_engine(transfer_folder=tmp_path, transfer_bytes_per_second=1.0, transfer_pinned_share=0.0)
+    until_finished(engine, TraceRequest(0, 0.0, 160, 2, (0,)), TraceRequest(1, 0.0, 160, 2, (1,)))
+    assert engine.pool.num_pinned == 11
+    assert engine.report().transfers.skipped == 1
