@@ -52,14 +52,16 @@ def compact(engine: Engine, wanted: RunSettings = QUICK) -> CompactionReport:
 
 # Transfer
 
-ALL = {"transfer_pinned_share": 1.0}  # every sequence goes, however many blocks that pins
+# Those that the test chooses go, none by itself, and however many blocks that pins.
+CHOSEN: dict[str, Any] = {"transfer_every": 1000, "transfer_pinned_share": 1.0}
 
 
 def test_transfers_need_fewer_descriptors_after_a_run(make_engine: EngineMaker, tmp_path: Path) -> None:
     """The cost that is predicted from tables is what the real transfers pay."""
     sent, predicted, runs = [], [], []
     for move in (False, True):
-        engine = make_engine(blocks=512, transfer_folder=tmp_path / str(move), prefix_cache=False, policy="fifo", **ALL)
+        chosen = CHOSEN | {"transfer_folder": tmp_path / str(move)}
+        engine = make_engine(blocks=512, prefix_cache=False, policy="fifo", **chosen)
         for index in range(60):
             assert engine.submit(sequence_of(TraceRequest(index, 0.0, 30, 150 if index % 3 else 20, (index,)), 16))
             engine.step()
@@ -73,7 +75,7 @@ def test_transfers_need_fewer_descriptors_after_a_run(make_engine: EngineMaker, 
         predicted.append(transfer_cost(running, len(engine.cache.tensors)))
         for sequence in running:
             engine.scheduler.finish(sequence)
-            engine._transfers.start(sequence)  # type: ignore[union-attr]
+            assert engine._transfers.start(sequence)  # type: ignore[union-attr]
         deadline = time.monotonic() + 30
         while engine._transfers.in_flight and time.monotonic() < deadline:  # type: ignore[union-attr]
             engine.step()
