@@ -196,7 +196,7 @@ def in_process() -> Iterator[Callable[..., int]]:
         (["--blocks", str(10**12)], "blocks=1000000000000"),
         (["--transfer-dir", "/dev/null/x"], "transfer folder"),
         (["--transfer-peer", "localhost:1", "--transfer-rate", "nan"], "transfer rate nan"),
-        (["--transfer-dir", "kv", "--transfer-pinned-share", "1.5"], "a share of 0 to 1 of the pool, not 1.5"),
+        (["--transfer-dir", "kv", "--transfer-pinned-share", "1.5"], "transfers may pin a share of 0 to 1"),
     ],
 )
 def test_values_that_no_engine_can_have(
