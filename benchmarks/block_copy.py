@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from plan_moves import aged, islands, random
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.plan_moves import aged, islands, random
 from engine_shim.compaction import plan_moves
 from engine_shim.reference.geometry import Geometry, named_geometry
 from engine_shim.reference.kv_cache import KVCache
@@ -90,8 +93,8 @@ def main() -> None:
     print("model          bytes a row  pool     moves  blocks/run  moves GB/s  share (bar 0.70)")
     for row in rows:
         row["share"] = row["moves_gb_per_second"] / large
-        shape = f"{row['model']:14} {row['row_bytes']:11,}  {row['pool']:7} {row['moves']:6,}  {row['blocks_per_run']:10.1f}"
-        print(f"{shape}  {row['moves_gb_per_second']:10.1f}  {row['share']:5.2f}")
+        shape = f"{row['model']:14} {row['row_bytes']:11,}  {row['pool']:7} {row['moves']:6,}"
+        print(f"{shape}  {row['blocks_per_run']:10.1f}  {row['moves_gb_per_second']:10.1f}  {row['share']:5.2f}")
     if options.json:
         options.json.write_text(json.dumps({"bar": BAR, "large_gb_per_second": large, "rows": rows}, indent=1) + "\n")
 

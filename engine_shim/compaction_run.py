@@ -102,8 +102,7 @@ class CompactionRun:
         self._began = self._ended = 0.0
         self._started = False
         self._longest_stall = self._moving_seconds = 0.0
-        self._move_seconds = 0.0  # estimate for one move; 0 before the first
-        self._last_count = 0
+        self._last_seconds, self._last_count = 0.0, 0  # of the last chunk; 0 moves before the first
         self._moved = self._chunks = self._replans = self._allocated = self._verified = self._cached_lost = 0
         self._dropped: Counter[Drop] = Counter()
 
@@ -116,6 +115,12 @@ class CompactionRun:
         """The blocks that are being emptied, which an allocator had better leave alone; None while nothing moves."""
         task = self._task
         return task.plan.window if task is not None and self._phase is Phase.MOVING else None
+
+    @property
+    def plans_here(self) -> bool:
+        """Is the pool so small that `step` itself makes the plan? Of a larger one somebody is to call `plan`."""
+        columns = self._columns
+        return columns is not None and columns.states.size <= self._settings.plan_here_blocks
 
     @property
     def first_plan(self) -> MovePlan | None:
@@ -176,17 +181,18 @@ class CompactionRun:
     def _advance(self, deadline: float) -> None:
         if self._stopped():
             return
+        first = self._phase is Phase.MOVING  # a step that looks and plans moves only where time is left
         if self._phase is Phase.LOOKING:
             self._columns = self._mover.columns()
             self._phase = Phase.PLANNING
-            if self._columns.states.size > self._settings.plan_here_blocks:
+            if self._clock() >= deadline - self._settings.max_step_seconds / 2:
                 return
-            self.plan()
         if self._phase is Phase.PLANNING:
+            if self._planned is None and self.plans_here:
+                self.plan()
             if self._planned is None:
                 return
             self._take_up(self._planned)
-        first = True
         while self._phase is Phase.MOVING:
             if not first and self._stopped():
                 return
@@ -252,13 +258,19 @@ class CompactionRun:
     # One chunk
 
     def _chunk_size(self, seconds_left: float, first: bool) -> int:
-        """Moves that fit into the rest of this step; at least one in a step, so that every run gets on."""
+        """Moves that fit into the rest of this step; at least one in a step, so that every run gets on.
+
+        Judged by the last chunk as a whole: a chunk costs something however few its moves are, so that a time for
+        each move, learnt from small chunks, would keep them small.
+        """
         settings = self._settings
         most = min(settings.max_chunk_moves, max(1, settings.max_chunk_bytes // max(1, self._mover.block_bytes)))
-        if self._move_seconds == 0:
-            return 1  # what a move costs is not known yet
-        fitting = int(max(0.0, seconds_left) * _USABLE_TIME / self._move_seconds)
-        return max(int(first), min(most, fitting, 2 * self._last_count))
+        if self._last_count == 0:
+            return int(first)  # what a move costs is not known yet
+        growth = max(0.0, seconds_left) * _USABLE_TIME / self._last_seconds
+        if growth < 1 and not first:
+            return 0  # a smaller chunk would save less time than its size says
+        return max(int(first), min(most, int(self._last_count * min(2.0, growth))))
 
     def _move_next(self, count: int) -> None:
         task = self._task
@@ -268,10 +280,7 @@ class CompactionRun:
         self._next += rows.size
         began = self._clock()
         self._move(task.plan.moves[rows], task.planned.of(rows))
-        taken = (self._clock() - began) / rows.size
-        # A slow chunk counts at once, a quick one by and by: the budget is for the slow ones.
-        self._move_seconds = max(taken, 0.7 * self._move_seconds + 0.3 * taken, 1e-9)
-        self._last_count = rows.size
+        self._last_seconds, self._last_count = max(self._clock() - began, 1e-9), rows.size
 
     def _move(self, moves: Moves, planned: BlockFacts) -> None:
         mover = self._mover

@@ -23,6 +23,7 @@ MAX_TEMPORARY_BYTES = 64 << 20
 # Bytes of a run in one tensor from which on the next way is quicker: measured on x86-64, with cold caches.
 _STRIDED_BYTES = 2048
 _MEMMOVE_BYTES = 8192
+_FEW_TENSORS = 24  # with fewer, a strided copy through all of them is not worth its call
 _BUFFER_BYTES = 256 << 10  # of the gather on the host: a part of a second-level cache
 _STASH = -1  # stands for the block that breaks a cycle
 
@@ -110,7 +111,8 @@ class BlockCopier:
     def _copy_on_host(self, sources: Blocks, destinations: Blocks) -> None:
         firsts, targets, lengths = _runs(sources, destinations)
         size = lengths * self._size
-        long, short = size >= _MEMMOVE_BYTES, size < _STRIDED_BYTES
+        strided_to = _MEMMOVE_BYTES if len(self._memories) > _FEW_TENSORS else _STRIDED_BYTES
+        long, short = size >= strided_to, size < _STRIDED_BYTES
         if long.any():
             slices = _slices(firsts[long] * self._size, targets[long] * self._size, size[long])
             for memory in self._memories:

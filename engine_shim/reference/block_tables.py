@@ -34,8 +34,7 @@ class BlockTables:
         sequences = [sequence for sequence in self._sequences() if sequence.table]
         if not sequences:
             return Hits(np.empty(0, np.int64), np.empty(0, np.uint32), np.empty(0, np.uint32))
-        # A view keeps an array from growing; concatenation copies, and the views end with this statement.
-        flat = np.concatenate([np.frombuffer(sequence.table, np.int64) for sequence in sequences])
+        flat = np.frombuffer(b"".join([sequence.table for sequence in sequences]), np.int64)
         starts = np.fromiter(accumulate((len(s.table) for s in sequences), initial=0), np.int64, len(sequences) + 1)
         numbers = np.array([sequence.number for sequence in sequences], np.uint32)
         if blocks is None:
@@ -53,6 +52,7 @@ class BlockTables:
         renamed[moves[:, 0]] = moves[:, 1]
         for sequence in self._sequences():
             if sequence.table:
-                table = np.frombuffer(sequence.table, np.int64)
+                table = np.frombuffer(sequence.table, np.int64)  # a view, which keeps the array from growing
                 table[:] = renamed[table]
+                del table
         renamed[moves[:, 0]] = moves[:, 0]

@@ -100,7 +100,7 @@ class Compactor:
             self._consume(self._report, self._clock() + self.defaults.max_step_seconds)
             return self.active
         if run.step():
-            if run.phase is Phase.PLANNING and self._planning is None:
+            if run.phase is Phase.PLANNING and self._planning is None and not run.plans_here:
                 self._planning = threading.Thread(target=self._plan, args=(run,), name="compaction-plan", daemon=True)
                 self._planning.start()
             elif run.phase is not Phase.PLANNING:

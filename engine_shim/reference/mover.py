@@ -62,14 +62,16 @@ class ReferenceMover:
         return BlockFacts(self._pool.states(), owners, positions, self.moves.references())
 
     def facts(self, blocks: NDArray[np.int64]) -> BlockFacts:
-        hits = self._tables.find(blocks)
-        order = np.argsort(blocks)
-        places = order[np.searchsorted(blocks, hits.blocks, sorter=order)]
-        owners, positions = np.zeros(blocks.size, np.uint32), np.zeros(blocks.size, np.uint32)
-        _scatter(hits, places, owners, positions)
         ids = blocks.tolist()
         states = np.fromiter(map(self._pool.state, ids), np.uint8, len(ids))
-        return BlockFacts(states, owners, positions, self.moves.references_of(ids))
+        references = self.moves.references_of(ids)
+        owners, positions = np.zeros(blocks.size, np.uint32), np.zeros(blocks.size, np.uint32)
+        if references.any():  # what nobody references is nobody's; whether a table names it, `found` tells
+            hits = self._tables.find(blocks)
+            order = np.argsort(blocks)
+            places = order[np.searchsorted(blocks, hits.blocks, sorter=order)]
+            _scatter(hits, places, owners, positions)
+        return BlockFacts(states, owners, positions, references)
 
     def found(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         hits = self._tables.find(blocks).blocks

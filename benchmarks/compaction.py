@@ -1,0 +1,275 @@
+"""What compaction costs the reference engine while it serves, and what it gives.
+
+One engine serves a steady number of sequences. Windows of steps with a run of compaction (B) and without (A) follow
+each other as A B B A; every step is timed, by the clock and in CPU time of its thread, which a busy machine disturbs
+less. A step with a chunk is compared with the median of steps of an equal batch without one, throughput by pairs of
+windows, relative to such medians. Contents are verified at the end. *Elastic* and *transfer* are measured on a second
+engine: predicted beside realised, and descriptors before and after.
+
+    python benchmarks/compaction.py [--rounds 5] [--steps 1000] [--budget-ms 2] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from engine_shim.compaction_report import CompactionReport
+from engine_shim.compaction_run import RunSettings
+from engine_shim.observer import NullObserver
+from engine_shim.reference.build import EngineSettings, build_engine
+from engine_shim.reference.clock import VirtualClock
+from engine_shim.reference.consumers import transfer_cost
+from engine_shim.reference.engine import Engine
+from engine_shim.reference.sequence import sequence_of
+from engine_shim.workload import TraceRequest
+
+SEQUENCES = 48
+BLOCKS = 3000
+MOVED_SHARE = 0.06  # of the live blocks, by the one run of a window
+BAR_THROUGHPUT = 0.98
+BAR_ELASTIC = 0.95
+
+
+def build(geometry: str, *, elastic: bool = False, policy: str = "vllm", budget: float = 0.002) -> Engine:
+    settings = EngineSettings(
+        engine_id="benchmark",
+        blocks=BLOCKS,
+        model_geometry=geometry,
+        device="cpu",
+        policy=policy,
+        prefix_cache=not elastic,
+        elastic=elastic,
+        compaction=RunSettings(max_step_seconds=budget),
+    )
+    return build_engine(settings, VirtualClock(), observer=NullObserver())[0]
+
+
+class Load:
+    """Keeps so many sequences in the engine; prompts of 10 to 40 blocks, answers of up to 20."""
+
+    def __init__(self, engine: Engine, seed: int = 1) -> None:
+        self.engine, self.dice, self.count = engine, random.Random(seed), 0
+
+    def refill(self) -> None:
+        scheduler = self.engine.scheduler
+        while len(scheduler.running) + len(scheduler.waiting) < SEQUENCES:
+            self.count += 1
+            prompt, output = self.dice.randint(160, 640), self.dice.randint(40, 320)
+            hash_ids = (self.dice.randrange(200), 1000 + self.count)
+            self.engine.submit(sequence_of(TraceRequest(self.count, 0.0, prompt, output, hash_ids), 16))
+
+
+class Step(NamedTuple):
+    """One step: its sequences and tokens, whether a run was on, and how long it took."""
+
+    batch: tuple[int, int]
+    moving: bool
+    seconds: Sequence[float]  # by the clock, and of CPU time
+
+
+class Window:
+    """Steps of one kind."""
+
+    def __init__(self, load: Load, steps: int, *, moving: bool) -> None:
+        engine = load.engine
+        self.reports: list[CompactionReport] = []
+        self.steps: list[Step] = []
+        self.live = engine.pool.num_used
+        limits = replace(engine.compaction.defaults, max_moves=math.ceil(MOVED_SHARE * self.live), max_replans=0)
+        for step in range(steps):
+            load.refill()
+            if moving and step == 0:
+                engine.compaction.start(limits, done=self.reports.append)
+            busy = engine.compaction.active
+            before, start, cpu_start = engine.report().computed_tokens, time.perf_counter(), time.thread_time()
+            engine.step()
+            seconds, cpu_seconds = time.perf_counter() - start, time.thread_time() - cpu_start
+            batch = (len(engine.scheduler.running), engine.report().computed_tokens - before)
+            self.steps.append(Step(batch, busy, (seconds, cpu_seconds)))
+        while engine.compaction.active:
+            engine.step()
+            load.refill()
+
+    @property
+    def moved(self) -> int:
+        return sum(report.moved_blocks for report in self.reports)
+
+
+def quiet_medians(windows: list[Window], column: int) -> dict[tuple[int, int], float]:
+    """The median seconds of steps without a chunk, by batch: its sequences and its tokens. By the clock (column 0) or
+    of CPU time (1); batches that were seen fewer than eight times are left out."""
+    quiet = defaultdict(list)
+    for window in windows:
+        for step in window.steps:
+            if not step.moving:
+                quiet[step.batch].append(step.seconds[column])
+    return {batch: statistics.median(times) for batch, times in quiet.items() if len(times) >= 8}
+
+
+def excess_ms(windows: list[Window], column: int) -> tuple[list[float], list[float]]:
+    """Milliseconds over the median quiet step of an equal batch: of steps with a chunk, and of the others."""
+    medians = quiet_medians(windows, column)
+    busy: list[float] = []
+    quiet: list[float] = []
+    for window in windows:
+        for step in window.steps:
+            if step.batch in medians:
+                (busy if step.moving else quiet).append(1000 * (step.seconds[column] - medians[step.batch]))
+    return busy, quiet
+
+
+def relative_speed(window: Window, medians: dict[tuple[int, int], float], column: int) -> float:
+    """What the window's steps would take as quiet medians of equal batches, over what they took: its throughput,
+    without the chance of which requests it met."""
+    steps = [step for step in window.steps if step.batch in medians]
+    return sum(medians[step.batch] for step in steps) / sum(step.seconds[column] for step in steps)
+
+
+def served(geometry: str, rounds: int, steps: int, budget: float) -> dict[str, Any]:
+    engine = build(geometry, budget=budget)
+    load = Load(engine)
+    Window(load, 600, moving=False)  # until the pool is full of prefixes, and lengths are mixed
+    gc.collect()
+    gc.freeze()  # as servers do: else collections of all that was made so far fall into steps at random
+    windows: list[tuple[bool, Window]] = []
+    for _ in range(rounds):
+        windows += [(moving, Window(load, steps, moving=moving)) for moving in (False, True, True, False)]
+    every = [window for _, window in windows]
+    ratios: dict[int, list[float]] = {}
+    for column in (0, 1):
+        medians = quiet_medians(every, column)
+        speeds = [(moving, relative_speed(window, medians, column)) for moving, window in windows]
+        pairs = [dict(speeds[i : i + 2]) for i in range(0, len(speeds), 2)]
+        ratios[column] = [pair[True] / pair[False] for pair in pairs]
+    mismatches = engine.verify_all()
+    moving_windows = [window for moving, window in windows if moving]
+    reports = [report for window in moving_windows for report in window.reports]
+    with_chunk, without = excess_ms(every, 0)
+    cpu_with_chunk, cpu_without = excess_ms(every, 1)
+    result: dict[str, Any] = {
+        "geometry": geometry,
+        "block_bytes": engine.cache.block_bytes,
+        "live_blocks": statistics.mean(window.live for window in moving_windows),
+        "moved_blocks": sum(report.moved_blocks for report in reports),
+        "moved_share_per_window": statistics.mean(window.moved / window.live for window in moving_windows),
+        "runs": len(reports),
+        "outcomes": sorted({report.outcome.value for report in reports}),
+        "fragmentation_before": statistics.median(report.before.fragmentation or 0.0 for report in reports),
+        "fragmentation_after": statistics.median(report.after.fragmentation or 0.0 for report in reports),
+        "steps_with_chunk": len(with_chunk),
+        "excess_p50_ms": float(np.percentile(with_chunk, 50)),
+        "excess_p99_ms": float(np.percentile(with_chunk, 99)),
+        "excess_p99_without_ms": float(np.percentile(without, 99)),
+        "excess_cpu_p50_ms": float(np.percentile(cpu_with_chunk, 50)),
+        "excess_cpu_p99_ms": float(np.percentile(cpu_with_chunk, 99)),
+        "excess_cpu_p99_without_ms": float(np.percentile(cpu_without, 99)),
+        "boundary_longest_ms": [1000 * report.longest_stall_seconds for report in reports],
+        "budget_ms": 1000 * budget,
+        "throughput_ratio": statistics.median(ratios[0]),
+        "throughput_cpu_ratio": statistics.median(ratios[1]),
+        "throughput_pairs": len(ratios[0]),
+        "cached_lost": sum(report.cached_lost for report in reports),
+        "mismatches": len(mismatches),
+    }
+    result["boundary_p50_ms"] = statistics.median(result["boundary_longest_ms"])
+    engine.close()
+    return result
+
+
+def gains(geometry: str) -> dict[str, Any]:
+    engine = build(geometry, elastic=True, policy="fifo")
+    load = Load(engine, seed=2)
+    Window(load, 500, moving=False)
+    assert engine.elastic is not None
+    before = transfer_cost(engine.scheduler.running, len(engine.cache.tensors))
+    held = engine.elastic.resident_bytes()
+    reports: list[CompactionReport] = []
+    engine.compaction.start(RunSettings(target=0.02), done=reports.append)
+    while engine.compaction.active:
+        engine.compaction.step()
+    after = transfer_cost(engine.scheduler.running, len(engine.cache.tensors))
+    realised = held - engine.elastic.resident_bytes()
+    mismatches = engine.verify_all()
+    engine.close()
+    report = reports[0]
+    predicted = report.given_back_bytes_predicted or 0
+    return {
+        "geometry": geometry,
+        "moved_blocks": report.moved_blocks,
+        "fragmentation_before": report.before.fragmentation,
+        "fragmentation_after": report.after.fragmentation,
+        "predicted_bytes": predicted,
+        "realised_bytes": realised,
+        "realised_share": realised / predicted if predicted else None,
+        "runs_per_sequence_before": before.runs_per_sequence,
+        "runs_per_sequence_after": after.runs_per_sequence,
+        "descriptors_before": before.descriptors,
+        "descriptors_after": after.descriptors,
+        "mismatches": len(mismatches),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="of A B B A")
+    parser.add_argument("--steps", type=int, default=1000, help="of one window")
+    parser.add_argument("--budget-ms", type=float, default=2.0)
+    parser.add_argument("--geometry", default="stories15M")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cost = served(options.geometry, options.rounds, options.steps, options.budget_ms / 1000)
+    gain = gains(options.geometry)
+    print(
+        f"{cost['geometry']}, {BLOCKS} blocks of {cost['block_bytes']:,} bytes, {cost['live_blocks']:.0f} live: "
+        f"{cost['runs']} runs ({', '.join(cost['outcomes'])}) moved {cost['moved_blocks']} blocks, "
+        f"{100 * cost['moved_share_per_window']:.0f} % of the live ones in each window; "
+        f"F {cost['fragmentation_before']:.2f} -> {cost['fragmentation_after']:.2f}, "
+        f"{cost['cached_lost']} prefixes lost, {cost['mismatches']} blocks differ"
+    )
+    budget, pairs = f"bar {cost['budget_ms']:g} ms", cost["throughput_pairs"]
+    rows = [
+        ("step with a chunk over median of equal batch, p99", f"{cost['excess_p99_ms']:.2f} ms", budget),
+        ("  p50", f"{cost['excess_p50_ms']:.2f} ms", ""),
+        ("  steps without a chunk, p99: the machine's noise", f"{cost['excess_p99_without_ms']:.2f} ms", ""),
+        ("the same in CPU time, p99", f"{cost['excess_cpu_p99_ms']:.2f} ms", budget),
+        ("  p50", f"{cost['excess_cpu_p50_ms']:.2f} ms", ""),
+        ("  steps without a chunk, p99", f"{cost['excess_cpu_p99_without_ms']:.2f} ms", ""),
+        ("longest boundary of a run, median over runs", f"{cost['boundary_p50_ms']:.2f} ms", ""),
+        (
+            f"throughput with over without, median of {pairs} pairs",
+            f"{cost['throughput_ratio']:.3f}",
+            f"bar {BAR_THROUGHPUT}",
+        ),
+        ("  in CPU time", f"{cost['throughput_cpu_ratio']:.3f}", f"bar {BAR_THROUGHPUT}"),
+        ("elastic: predicted", f"{gain['predicted_bytes'] / 2**20:.1f} MiB", ""),
+        ("elastic: given back by smaps", f"{gain['realised_share'] or 0:.3f}", f"bar {BAR_ELASTIC}"),
+        ("runs a sequence, before", f"{gain['runs_per_sequence_before']:.1f}", ""),
+        ("runs a sequence, after", f"{gain['runs_per_sequence_after']:.1f}", ""),
+        ("descriptors, before", f"{gain['descriptors_before']}", ""),
+        ("descriptors, after", f"{gain['descriptors_after']}", ""),
+    ]
+    before, after = gain["fragmentation_before"], gain["fragmentation_after"]
+    rows.append(("F of that engine in one whole run", f"{before:.2f} -> {after:.2f}", f"{gain['moved_blocks']} moved"))
+    for what, value, bar in rows:
+        print(f"{what:52} {value:>12}  {bar}")
+    if options.json:
+        options.json.write_text(json.dumps({"cost": cost, "gain": gain}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
