@@ -88,7 +88,8 @@ def demo(
             screen.starting(trace, len(workload.requests), pool_blocks)
             begun = _await_engines(client, supervisor, stop, screen)
             if not stop.requested:
-                screen.started(url(agent_address), None if page_address is None else url(page_address))
+                page_url = None if page_address is None else url(page_address)
+                screen.started(url(agent_address), page_url, supervisor.maps)
             deadline = None if seconds is None else begun + seconds
             _watch(client, supervisor, stop, deadline, lambda engine_list: screen.show(engine_list, figures), figures)
         supervisor.stop(engines)

@@ -71,6 +71,7 @@ class EngineFigures:
             "prefix_hit_ratio": round(report["prefix_hit_tokens"] / query, 4) if query else None,
             "relocation_copies": report["relocation_copies"],
             "transferred_sequences": report["transfers"]["sequences"],
+            "skipped_transfers": report["transfers"]["skipped"],
             "verified_tokens": report["verified_tokens"],
             "mismatched_blocks": report["mismatched_blocks"],
             "live_share_p50": _rounded(self.live_shares),

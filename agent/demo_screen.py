@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rich.console import Console
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 
 from agent.demo_figures import EngineFigures, live_share
@@ -42,23 +46,24 @@ class Screen:
         if self._watched:
             self._live.update(f"{live} of {wanted} engines are up", refresh=True)
 
-    def started(self, agent: str, page: str | None) -> None:
+    def started(self, agent: str, page: str | None, maps: Path) -> None:
         if page is not None:
             self._console.print(f"Dashboard  {page}")
         self._console.print(f"Agent      {agent}  (metrics at /metrics, API at /docs)")
+        self._console.print(f"Maps       {maps}  (kvatlas map FILE tells one of them)")
         self._console.print("Ctrl-C ends everything.")
 
     def show(self, engines: list[EngineSummary], figures: list[EngineFigures]) -> None:
         """The state of each engine now."""
         self._samples += 1
         if self._watched:
-            self._live.update(_table(engines), refresh=True)
+            self._live.update(live_table(engines, self._console.width), refresh=True)
         elif self._samples % PLAIN_SECONDS == 1:
             for engine in engines:
                 share, rate = live_share(engine), engine.fragmentation.rate
                 self._console.print(
-                    f"{engine.engine_id}: {engine.state}, {engine.running_requests} running, "
-                    f"{engine.waiting_requests} waiting, live share {_ratio(share)}, fragmentation {_ratio(rate)}"
+                    f"{engine.engine_id}: {engine.state}, {engine.running_requests:,} running, "
+                    f"{engine.waiting_requests:,} waiting, live share {_ratio(share)}, fragmentation {_ratio(rate)}"
                 )
 
     def summary(self, rows: list[dict[str, Any]]) -> None:
@@ -76,28 +81,60 @@ class Screen:
         self._console.print(table)
 
 
-def _table(engines: list[EngineSummary]) -> Table:
-    table = Table()
-    for name in ("engine", "state", "policy", "running", "waiting", "free", "cached", "used", "pinned", "live", "F"):
-        table.add_column(name, justify="left" if name in ("engine", "state", "policy") else "right")
-    for engine in engines:
-        blocks = engine.blocks
-        counts = (
-            engine.running_requests,
-            engine.waiting_requests,
-            blocks.free,
-            blocks.cached,
-            blocks.used,
-            blocks.pinned,
-        )
-        table.add_row(
-            engine.engine_id,
-            engine.state,
-            engine.policy,
-            *(f"{count:,}" for count in counts),
-            _ratio(live_share(engine)),
-            _ratio(engine.fragmentation.rate),
-        )
+@dataclass(frozen=True, slots=True)
+class _Column:
+    name: str
+    short: str
+    cells: Sequence[str]
+    is_text: bool = False
+
+
+# What a narrow screen does without, step by step; then rules and long headings go too.
+_NARROWER: tuple[frozenset[str], ...] = (
+    frozenset(),
+    frozenset({"waiting"}),
+    frozenset({"waiting", "free", "used"}),
+    frozenset({"waiting", "free", "used", "running", "cached", "pinned"}),
+)
+
+
+def live_table(engines: Sequence[EngineSummary], width: int) -> Table:
+    """The fullest table that fits into `width` columns: a name or a number that is cut short says nothing."""
+    columns = _columns(engines)
+    console = Console(width=10_000)
+    for left_out in _NARROWER:
+        kept = [one for one in columns if one.name not in left_out]
+        for ruled in (True, False):
+            table = _table(kept, ruled=ruled)
+            if Measurement.get(console, console.options, table).maximum <= width:
+                return table
+    return table
+
+
+def _columns(engines: Sequence[EngineSummary]) -> list[_Column]:
+    names = [f"{one.engine_id} ({one.policy})" if one.policy not in one.engine_id else one.engine_id for one in engines]
+    columns = [
+        _Column("engine", "engine", names, is_text=True),
+        _Column("state", "state", [one.state for one in engines], is_text=True),
+        _Column("running", "run", [f"{one.running_requests:,}" for one in engines]),
+        _Column("waiting", "wait", [f"{one.waiting_requests:,}" for one in engines]),
+    ]
+    states = ("free", "cached", "used", "pinned")
+    return [
+        *columns,
+        *(_Column(name, name, [f"{getattr(one.blocks, name):,}" for one in engines]) for name in states),
+        _Column("live share", "share", [_ratio(live_share(one)) for one in engines]),
+        _Column("fragmentation", "F", [_ratio(one.fragmentation.rate) for one in engines]),
+    ]
+
+
+def _table(columns: Sequence[_Column], *, ruled: bool) -> Table:
+    table = Table() if ruled else Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column.is_text else "right"
+        table.add_column(column.name if ruled else column.short, justify=justify, no_wrap=True)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
     return table
 
 

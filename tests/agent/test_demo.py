@@ -67,11 +67,15 @@ class Demo:
         return not self.family()
 
     def kvmaps(self) -> list[Path]:
-        return sorted(self.maps.rglob("*.kvmap"))
+        found = (Path(folder, name) for folder, _, files in os.walk(self.maps) for name in files)
+        return sorted(path for path in found if path.suffix == ".kvmap")
 
     def leftovers(self) -> list[str]:
         """Processes, files, and a port that is still listened on."""
-        left = [*self.family(), *map(str, self.maps.rglob("*")), *map(str, self.scratch.rglob("*"))]
+        left = self.family()
+        for top in (self.maps, self.scratch):
+            for folder, folders, files in os.walk(top):  # which passes over what somebody else removes meanwhile
+                left += [os.path.join(folder, name) for name in (*folders, *files)]
         with socket.socket() as client:
             if client.connect_ex(("127.0.0.1", self.port)) == 0:
                 left.append(f"port {self.port}")
@@ -98,6 +102,7 @@ def test_five_seconds_end_with_a_summary(start: Callable[..., Demo]) -> None:
     out, err = demo.process.communicate(timeout=DEADLINE_SECONDS)
     assert demo.process.returncode == 0, err
     assert f"http://127.0.0.1:{demo.port}" in out
+    assert f"Maps       {demo.maps}/demo-" in out
     assert "Summary" in out
     for word in ("demo-vllm", "demo-relocating", "served requests", "fragmentation rate p50", "prefix hit ratio"):
         assert word in out
@@ -231,7 +236,8 @@ def test_figures_of_nothing_are_none_not_zero() -> None:
     report = {
         "kv_bytes": 1, "served_requests": 0, "rejected_requests": 0, "computed_tokens": 0, "output_tokens": 0,
         "tokens_per_second": 0.0, "preemptions": 0, "prefix_query_tokens": 0, "prefix_hit_tokens": 0,
-        "relocation_copies": 0, "verified_tokens": 0, "mismatched_blocks": 0, "transfers": {"sequences": 0},
+        "relocation_copies": 0, "verified_tokens": 0, "mismatched_blocks": 0,
+        "transfers": {"sequences": 0, "skipped": 0},
     }  # fmt: skip
     summary = EngineFigures("one", "vllm").summary(report)
     for key in ("prefix_hit_ratio", "live_share_p50", "live_share_max", "fragmentation_rate_p50"):
