@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from agent.config import AgentSettings
 from agent.discovery import scan
+from agent.supervisor import DEMO_PREFIX
 from engine_shim.errors import KvatlasError
 from engine_shim.folders import MEMORY_FOLDER, file_system, is_in_memory, writer_folder
 from engine_shim.launcher import installed
@@ -57,6 +58,7 @@ def examine(folders: Sequence[Path], settings: AgentSettings) -> list[Finding]:
         *(_folder(folder) for folder in folders),
         *_writer(),
         *_shared_memory(),
+        *_demos(folders),
         *_maps(folders),
         _port(settings),
         _gpu(),
@@ -98,6 +100,8 @@ def _folder(folder: Path) -> Finding:
     name = f"folder {folder}"
     if not folder.exists():
         return Finding(name, "note", "does not exist; a writer makes it where it may")
+    if not folder.is_dir():
+        return Finding(name, "warning", "is no folder", "remove it, or set KVATLAS_DIR to another")
     if not os.access(folder, os.R_OK | os.X_OK):
         return Finding(name, "warning", "may not be read by this user", "run the agent in the group that owns it")
     kind = file_system(folder) or "unknown"
@@ -125,6 +129,32 @@ def _shared_memory() -> list[Finding]:
     return [Finding("shared memory", "ok", message)]
 
 
+def _demos(folders: Sequence[Path]) -> list[Finding]:
+    """A demo's maps lie in a folder of its own, where no agent but its own looks."""
+    findings = []
+    for folder in folders:
+        for private in sorted(folder.glob(f"{DEMO_PREFIX}*")):
+            ids = [one.id for one in scan((private,)).maps if _is_written(one.path)]
+            if ids:
+                action = f"its own agent watches it; KVATLAS_DIR={private} shows it to other commands"
+                findings.append(Finding(f"demo {private}", "ok", f"runs with {', '.join(ids)}", action))
+            elif private.is_dir():
+                action = "it starts or ends; if no demo runs, it was killed, and the folder can be removed"
+                findings.append(Finding(f"demo {private}", "note", "no engine writes here", action))
+    return findings
+
+
+def _is_written(path: Path) -> bool:
+    try:
+        reader = MapReader(path)
+        try:
+            return reader.writer_alive()
+        finally:
+            reader.close()
+    except (KvatlasError, OSError):
+        return False
+
+
 def _maps(folders: Sequence[Path]) -> list[Finding]:
     found = scan(folders)
     findings = [Finding("map", "warning", line, "see the reason") for line in found.unreadable]
@@ -143,7 +173,8 @@ def _maps(folders: Sequence[Path]) -> list[Finding]:
         findings.append(Finding(f"map {one.id}", "ok", message))
     if not findings:
         action = "start an engine with the shim, or `kvatlas demo`; check KVATLAS_DIR on both sides"
-        findings.append(Finding("maps", "note", "none found", action))
+        where = ", ".join(map(str, folders))
+        findings.append(Finding("maps", "note", f"none found in {where}", action))
     return findings
 
 

@@ -1,12 +1,16 @@
-"""Cleans up after a supervisor, however it ended: `python -m agent.guardian FOLDER ...`, standard library only.
+"""Cleans up after a supervisor, however it ended, with the standard library only.
+
+    python -m agent.guardian FOLDER ... [--if-empty FOLDER ...]
 
 Standard input names processes, one a line: `PID START_TICKS`. When it ends (the supervisor closed it, or was
-killed), every named process that still runs is ended and every folder is removed. It does so even where the
-supervisor ended in good order, so this path is walked each time.
+killed), every named process that still runs is ended and every folder is removed; those after `--if-empty` only where
+nobody else has put something into them. It does so even where the supervisor ended in good order, so this path is
+walked each time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+IF_EMPTY = "--if-empty"
 TERM_SECONDS = 6.0  # longer than a server takes to end its open connections
 KILL_SECONDS = 2.0
 POLL_SECONDS = 0.05
@@ -54,7 +59,7 @@ def end_processes(
                 sleep(POLL_SECONDS)
 
 
-def main(folders: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Wait for the end of standard input, then clean up."""
     # The terminal's Ctrl-C and a shutdown's SIGTERM are for the supervisor; its end is what counts here.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -64,8 +69,12 @@ def main(folders: Sequence[str]) -> int:
         pid, ticks = line.split()
         named.append((int(pid), int(ticks)))
     end_processes(named)
-    for folder in folders:
+    cut = arguments.index(IF_EMPTY) if IF_EMPTY in arguments else len(arguments)
+    for folder in arguments[:cut]:
         shutil.rmtree(folder, ignore_errors=True)
+    for folder in arguments[cut + 1 :]:
+        with contextlib.suppress(OSError):  # gone, or in use
+            os.rmdir(folder)
     return 0
 
 

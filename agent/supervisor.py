@@ -16,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agent.guardian import KILL_SECONDS, TERM_SECONDS, start_ticks
+from agent.guardian import IF_EMPTY, KILL_SECONDS, TERM_SECONDS, start_ticks
 from engine_shim.errors import KvatlasError, SettingsError
 from engine_shim.folders import writer_folder
 
+DEMO_PREFIX = "demo-"  # of the folder for maps
 PORTS_TRIED = 50
 TAIL_LINES = 5
 
@@ -54,14 +55,15 @@ class Supervisor:
         self._made_parent = not parent.exists()
         try:
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.maps = Path(tempfile.mkdtemp(prefix="demo-", dir=parent))
+            self.maps = Path(tempfile.mkdtemp(prefix=DEMO_PREFIX, dir=parent))
             self.scratch = Path(tempfile.mkdtemp(prefix="kvatlas-demo-"))
         except OSError as error:
             raise SettingsError(
                 f"no folder can be made in {parent}: {error.strerror}; set KVATLAS_DIR to one that can be written"
             ) from error
+        made_parent = [IF_EMPTY, str(parent)] if self._made_parent else []
         self._guardian = subprocess.Popen(
-            [sys.executable, "-P", "-m", "agent.guardian", str(self.maps), str(self.scratch)],
+            [sys.executable, "-P", "-m", "agent.guardian", str(self.maps), str(self.scratch), *made_parent],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

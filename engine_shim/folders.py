@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ MOUNTS = Path("/proc/self/mountinfo")
 SHARED_FOLDER = Path("/run/kvatlas")
 MEMORY_FOLDER = Path("/dev/shm")
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+_OF_A_USER = re.compile("kvatlas-[0-9]+")  # as _user_folder makes; the demo has scratch folders of similar names
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ def map_folders(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]
         return configured
     folders = [SHARED_FOLDER]
     if MEMORY_FOLDER.is_dir():
-        folders += sorted(MEMORY_FOLDER.glob("kvatlas-*")) or [_user_folder(MEMORY_FOLDER)]
-    folders += sorted(_temporary_folder(environment).glob("kvatlas-*"))
+        folders += _user_folders(MEMORY_FOLDER) or [_user_folder(MEMORY_FOLDER)]
+    folders += _user_folders(_temporary_folder(environment))
     return tuple(dict.fromkeys(path for path in folders if path == SHARED_FOLDER or not path.is_file()))
 
 
@@ -85,6 +87,10 @@ def _configured(environment: Mapping[str, str]) -> tuple[Path, ...]:
 
 def _user_folder(parent: Path) -> Path:
     return parent / f"kvatlas-{os.getuid()}"
+
+
+def _user_folders(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.glob("kvatlas-*") if _OF_A_USER.fullmatch(path.name))
 
 
 def _temporary_folder(environment: Mapping[str, str]) -> Path:

@@ -160,6 +160,24 @@ def test_doctor(start_engine: Start, folder: Path, capsys: Capture, monkeypatch:
     assert "its writer lives" in capsys.readouterr().out
 
 
+def test_doctor_names_running_demos(start_engine: Start, folder: Path, capsys: Capture) -> None:
+    engine = start_engine(folder / "demo-abc", engine_id="demo-vllm")
+    (folder / "demo-left").mkdir()
+    (folder / "demo-file").write_text("")
+    from agent.config import load_settings
+
+    settings = load_settings({"listen": "127.0.0.1:0"}, environment={})
+    demos = {one.check: one for one in examine([folder], settings) if one.check.startswith("demo ")}
+    assert set(demos) == {f"demo {folder / 'demo-abc'}", f"demo {folder / 'demo-left'}"}
+    running = demos[f"demo {folder / 'demo-abc'}"]
+    assert (running.level, running.message) == ("ok", f"runs with {engine.id}")
+    assert f"KVATLAS_DIR={folder / 'demo-abc'}" in running.action
+    assert demos[f"demo {folder / 'demo-left'}"].level == "note"
+    engine.kill()
+    demos = {one.check: one for one in examine([folder], settings) if one.check.startswith("demo ")}
+    assert demos[f"demo {folder / 'demo-abc'}"].level == "note"
+
+
 def test_doctor_tells_that_a_port_is_taken(folder: Path) -> None:
     import socket
 

@@ -138,6 +138,7 @@ def test_a_killed_demo_leaves_nothing(start: Callable[..., Demo]) -> None:
     demo.process.kill()
     demo.process.wait()
     eventually(lambda: demo.leftovers() == [], f"nothing left, not {demo.leftovers()}")
+    eventually(lambda: not demo.maps.exists(), "the folder around the demo's own gone, which it had made")
 
 
 def test_engines_end_even_where_the_guardian_was_killed_too(start: Callable[..., Demo]) -> None:

@@ -40,7 +40,8 @@ def test_every_users_folder_is_looked_in(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(folders, "MEMORY_FOLDER", tmp_path)
     (tmp_path / "kvatlas-10001").mkdir()
     (tmp_path / "kvatlas-0").mkdir()
-    (tmp_path / "kvatlas-file").write_text("")
+    (tmp_path / "kvatlas-7").write_text("")
+    (tmp_path / "kvatlas-demo-x1").mkdir()  # scratch of a demo, which holds no maps
     found = folders.map_folders({"TMPDIR": str(tmp_path / "none")})
     assert found == (folders.SHARED_FOLDER, tmp_path / "kvatlas-0", tmp_path / "kvatlas-10001")
 
