@@ -114,12 +114,19 @@ class Compactor:
             self._begin_consuming(run, report)
         return self.active
 
-    def dry_run(self, *, target: float, max_moves: int | None = None) -> MovePlan:
-        """What a run would set out to do with the pool as it is."""
+    def dry_run(self, done: Callable[[MovePlan], None], *, target: float, max_moves: int | None = None) -> None:
+        """Tell `done` what a run would set out to do with the pool as it is: at once, or of a large pool later and on
+        another thread."""
         columns = self.mover.columns()
-        return plan_moves(
-            columns.states, target=target, owners=columns.owners, positions=columns.positions, max_moves=max_moves
-        )
+
+        def plan() -> None:
+            owners, positions = columns.owners, columns.positions
+            done(plan_moves(columns.states, target=target, owners=owners, positions=positions, max_moves=max_moves))
+
+        if self._num_blocks <= self.defaults.plan_here_blocks:
+            plan()
+        else:
+            threading.Thread(target=plan, name="compaction-dry-run", daemon=True).start()
 
     def abort(self, reason: str) -> None:
         """End the run in progress before its next chunk, if there is one."""

@@ -64,7 +64,12 @@ class ControlDesk:
                 )
                 return None
             if isinstance(request, PlanRequest):
-                return plan_reply(self._compactor.dry_run(target=request.target, max_moves=request.max_moves))
+                self._compactor.dry_run(
+                    lambda plan: self.mailbox.answer(ticket, plan_reply(plan)),
+                    target=request.target,
+                    max_moves=request.max_moves,
+                )
+                return None
             if isinstance(request, MovingRequest):
                 on = self._compactor.set_moving(request.on)
                 return SwitchReply(on=on, reason=self._compactor.switch.reason)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_shim import MapObserver, MapReader, MapSpec
+from engine_shim.compaction import MovePlan
 from engine_shim.compaction_report import CompactionReport, Outcome
 from engine_shim.compaction_run import CompactionRun, Phase, RunSettings
 from engine_shim.errors import ControlRefused, PoolError
@@ -248,6 +249,12 @@ def compact(engine: Engine, wanted: RunSettings = EAGER) -> list[CompactionRepor
     return reports
 
 
+def dry_run(engine: Engine) -> MovePlan:
+    plans: list[MovePlan] = []
+    engine.compaction.dry_run(plans.append, target=0.0)
+    return plans[0]
+
+
 def planned(engine: Engine, **limits: Any) -> CompactionRun:
     """A run that has a plan and has not moved anything."""
     values: dict[str, Any] = {"target": 0.0, "plan_here_blocks": 0, "max_chunk_moves": 2, "max_step_seconds": 1e-9}
@@ -269,7 +276,7 @@ def finish(run: CompactionRun) -> CompactionReport:
 def test_sequences_that_finish_fork_or_are_preempted_after_the_plan_are_left_alone(make_engine: EngineMaker) -> None:
     engine = scattered(make_engine(blocks=BLOCKS))
     run = planned(engine)
-    sources = set(engine.compaction.dry_run(target=0.0).moves[:, 0].tolist())
+    sources = set(dry_run(engine).moves[:, 0].tolist())
     moving = [sequence for sequence in engine.scheduler.running if sources.intersection(sequence.table)]
     finishing, forked, preempted = moving[:3]
     engine.scheduler.finish(finishing)
@@ -317,7 +324,7 @@ def test_blocks_allocated_in_the_window_between_chunks(make_engine: EngineMaker)
 
 def test_a_block_with_a_reference_that_no_table_names_stays(make_engine: EngineMaker) -> None:
     engine = scattered(make_engine(blocks=BLOCKS))
-    plan = engine.compaction.dry_run(target=0.0)
+    plan = dry_run(engine)
     held = int(plan.moves[0, 0])
     engine.pool.fork([held])
     (report,) = compact(engine, RunSettings(target=0.0, max_step_seconds=1.0))
