@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -17,6 +18,7 @@ from agent.compaction_driver import CompactionDriver
 from agent.docs_page import render_docs
 from agent.exporter import CONTENT_TYPE, Exporter
 from agent.history import MAX_POINTS, METRICS, History
+from agent.log import EventLog
 from agent.model import AgentView, Clock, PoolSample
 from agent.security import WriteGuard
 
@@ -52,6 +54,7 @@ def create_app(context: ApiContext) -> FastAPI:
         version=context.version,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         # Named as a range, so that FastAPI's own 422, which is never sent, is not documented.
         responses={"4XX": {"model": wire.ErrorBody}, "5XX": {"model": wire.ErrorBody}},
     )
@@ -78,21 +81,26 @@ def require_writer(context: ApiContext) -> Callable[[Request], Awaitable[None]]:
 
 
 def _add_probes(app: FastAPI, context: ApiContext) -> None:
+    started = context.clock.monotonic()
+
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", tags=["metrics"], response_class=Response)
     async def metrics() -> Response:
         """Prometheus text format 0.0.4."""
         return Response(context.exporter.render(), media_type=CONTENT_TYPE)
 
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["probes"])
     async def healthz() -> Response:
         """200 while the sampler ticks: 503 says that this process should be started anew."""
         view = context.view()
-        age = context.clock.wall() - (view.taken_unix or context.started_unix)
+        age = context.clock.monotonic() - (started if view.taken_monotonic is None else view.taken_monotonic)
         limit = max(10.0, 10 * context.interval_seconds)
         if age > limit:
             raise ApiError(503, "unavailable", f"no sample for {age:.0f} s", "look at the agent's log and restart it")
         return _plain("ok")
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["probes"])
     async def readyz() -> Response:
         """200 once the folders were looked through."""
@@ -113,6 +121,8 @@ def _sample(context: ApiContext, id: str) -> PoolSample:
 
 
 def _add_engines(app: FastAPI, context: ApiContext) -> None:
+    log = EventLog(logging.getLogger("kvatlas.api"))
+
     def sample(id: str) -> PoolSample:
         return _sample(context, id)
 
@@ -120,16 +130,22 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
     async def engines() -> Response:
         """Every pool, and the agent itself."""
         view, now = context.view(), context.clock.wall()
+        summaries, unfit = [], []
+        for one in view.samples.values():
+            try:
+                summaries.append(presenter.summarize(one, now))
+            except ValueError as error:  # a number that no map should hold: of this pool, not of the others
+                log.on_change("pool left out", one.id, str(error), level=logging.ERROR)
+                unfit.append(f"{one.id}: its numbers cannot be told; see the agent's log")
         status = wire.AgentStatus(
             version=context.version,
             started_unix=context.started_unix,
             interval_seconds=context.interval_seconds,
             threshold=context.threshold,
             folders=list(view.folders),
-            unreadable=list(view.unreadable),
+            unreadable=[*view.unreadable, *unfit],
             writes_enabled=context.guard.enabled,
         )
-        summaries = [presenter.summarize(one, now) for one in view.samples.values()]
         return json_response(wire.EngineList(now_unix=now, agent=status, engines=summaries))
 
     @app.get("/v1/engines/{id}", response_model=wire.EngineSummary, tags=["engines"])

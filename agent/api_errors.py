@@ -75,7 +75,8 @@ class FaultShield:
         try:
             await self._app(scope, receive, watch)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client gets an answer and the log one line
-            path = scope.get("path", "")
+            # The route and not the path that the client chose: those are without number.
+            path = getattr(scope.get("route"), "path", "no route")
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}:{frame.lineno}"
             text = f"{type(error).__name__}: {error}"

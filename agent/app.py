@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -17,6 +18,8 @@ from agent.api import ApiContext, create_app
 from agent.audit import AuditLog
 from agent.compaction_driver import CompactionDriver
 from agent.config import AgentSettings
+from agent.connections import ACCEPTED_AT_ONCE, BACKLOG, BoundedServer, bounded_protocol
+from agent.descriptors import raise_limit, share_out
 from agent.exporter import Exporter
 from agent.history import MemoryHistory
 from agent.log import EventLog, configure_logging
@@ -24,7 +27,7 @@ from agent.model import Clock
 from agent.sampler import Sampler
 from agent.security import WriteGuard, is_loopback
 from engine_shim import __version__
-from engine_shim.errors import KvatlasError
+from engine_shim.errors import KvatlasError, SettingsError
 from engine_shim.folders import map_folders
 from engine_shim.map_reader import MapReader
 
@@ -41,6 +44,7 @@ def run_agent(settings: AgentSettings) -> None:
     log = EventLog(logging.getLogger("kvatlas.agent"))
     token = settings.read_token()
     listener = bind(settings)
+    shares = share_out(raise_limit())
     address = _name(listener)
     guard = WriteGuard(token=token, listens_on_loopback=is_loopback(settings.address[0]))
     clock = Clock()
@@ -50,7 +54,7 @@ def run_agent(settings: AgentSettings) -> None:
         lambda: map_folders(environment) if environment else map_folders(),
         MapReader,
         history,
-        settings=settings.sampler(),
+        settings=replace(settings.sampler(), max_open=shares.maps),
         clock=clock,
     )
     audit = AuditLog(settings.audit_log)
@@ -70,11 +74,12 @@ def run_agent(settings: AgentSettings) -> None:
         started_unix=clock.wall(),
         clock=clock,
     )
-    server = uvicorn.Server(
+    server = BoundedServer(
         uvicorn.Config(
             create_app(context),
             loop="asyncio",
-            http="h11",
+            http=bounded_protocol(shares.connections),
+            backlog=ACCEPTED_AT_ONCE,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -121,13 +126,15 @@ def run_agent(settings: AgentSettings) -> None:
 
 
 def bind(settings: AgentSettings) -> socket.socket:
-    """The listening socket. Raises AgentStartError where the address cannot be had."""
+    """The listening socket. Raises SettingsError where there is no such address, AgentStartError where it is not to
+    be had."""
     host, port = settings.address
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise AgentStartError(
-            f"listen={settings.listen}: no such host ({error.strerror}); give an address of this machine"
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part of a name is too long, or empty
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        raise SettingsError(
+            f"listen={settings.listen}: no such host ({reason}); give an address of this machine"
         ) from error
     # The protocol is named because asyncio sets TCP_NODELAY only where it is: without that, each answer on a connection
     # that is kept alive waits 40 ms for the client's delayed acknowledgement.
@@ -135,7 +142,7 @@ def bind(settings: AgentSettings) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(target)
-        listener.listen(128)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

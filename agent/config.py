@@ -128,7 +128,7 @@ class AgentSettings(BaseSettings):
 
     def sampler(self) -> SamplerSettings:
         limits = Limits(stall_seconds=self.stall_seconds, stale_seconds=self.stale_seconds)
-        return SamplerSettings(self.interval_seconds, self.gone_seconds, limits)
+        return SamplerSettings(self.interval_seconds, self.gone_seconds, limits=limits)
 
     def compaction_driver(self) -> DriverSettings:
         policy = PolicySettings(
@@ -238,6 +238,8 @@ def _read_file(path: Path) -> dict[str, Any]:
                 raise ValueError(str(error).replace("\n", " ")) from error
     except ValueError as error:
         raise SettingsError(f"settings file {path} cannot be parsed: {error}") from error
+    except RecursionError as error:
+        raise SettingsError(f"settings file {path} cannot be parsed: it is nested too deeply") from error
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agent.config import AgentSettings
-from agent.discovery import scan
+from agent.discovery import name_some, scan
 from agent.supervisor import DEMO_PREFIX
 from engine_shim.errors import KvatlasError
 from engine_shim.folders import MEMORY_FOLDER, file_system, is_in_memory, writer_folder
@@ -157,7 +157,7 @@ def _is_written(path: Path) -> bool:
 
 def _maps(folders: Sequence[Path]) -> list[Finding]:
     found = scan(folders)
-    findings = [Finding("map", "warning", line, "see the reason") for line in found.unreadable]
+    findings = [Finding("map", "warning", line, "see the reason") for line in name_some(found.unreadable, found.more)]
     for one in found.maps:
         try:
             reader = MapReader(one.path)
@@ -186,8 +186,9 @@ def _port(settings: AgentSettings) -> Finding:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(target)
-    except OSError as error:
-        return Finding(name, "note", f"cannot be had: {error.strerror}", "fine if the agent runs; else use --listen")
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of a name is too long, or empty
+        reason = error.strerror if isinstance(error, OSError) else "not a host name"
+        return Finding(name, "note", f"cannot be had: {reason}", "fine if the agent runs; else use --listen")
     return Finding(name, "ok", "free")
 
 

@@ -95,7 +95,7 @@ def render_text(metrics: Iterable[Metric]) -> bytes:
             labels = ",".join([f'{key}="{escaped[value]}"' for key, value in sample.labels.items()])
             head = f"{sample.name}{{{labels}}}" if labels else sample.name
             lines.append(f"{head} {float(sample.value)!r}\n")
-    return "".join(lines).encode()
+    return "".join(lines).encode(errors="backslashreplace")
 
 
 class _Escaped(dict[str, str]):

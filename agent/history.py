@@ -41,7 +41,7 @@ class History(Protocol):
     """Remembers samples. Implementations may be used from several threads."""
 
     def append(self, pool: str, time_unix: float, values: Mapping[str, float | None]) -> None:
-        """Add one sample; times of a pool do not go back. None: undefined at that time."""
+        """Add one sample; times go back only where the clock was set. None: undefined at that time."""
         ...
 
     def query(self, pool: str, metric: str, start_unix: float, end_unix: float, step_seconds: float) -> list[Bucket]:
@@ -52,7 +52,10 @@ class History(Protocol):
         ...
 
     def recent(self, pool: str, metric: str, seconds: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Times and defined values of the last so many seconds of a pool; empty where nothing is known."""
+        """Times and defined values of the last so many seconds of a pool; empty where nothing is known.
+
+        Where the clock was set back, only what came after: the times rise.
+        """
         ...
 
     def drop(self, pool: str) -> None:
@@ -104,6 +107,9 @@ class MemoryHistory:
             if ring is None:
                 return np.empty(0), np.empty(0)
             times, values = ring.column(metric)
+        steps_back = np.flatnonzero(np.diff(times) < 0)
+        if steps_back.size:
+            times, values = times[steps_back[-1] + 1 :], values[steps_back[-1] + 1 :]
         keep = (times >= ring.latest_unix - seconds) & ~np.isnan(values)
         return times[keep], values[keep].astype(np.float64)
 

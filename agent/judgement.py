@@ -20,6 +20,39 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Ages:
+    """Seconds since an engine last gave each sign."""
+
+    step: float  # a step's end, or its start where none has ended
+    heartbeat: float
+    publish: float
+
+
+@dataclass(slots=True)
+class Silence:
+    """How long a time that an engine writes has stayed as it is, by a clock that never goes back.
+
+    The wall clocks of two processes are one clock, yet that may be set: an hour back, and a difference to it would
+    call a stopped engine lively for an hour. They are compared only for how long before a look a change came, and
+    believed only as far as the last look.
+    """
+
+    _value_ns: int | None = None
+    _since: float = 0.0
+    _looked: float = 0.0
+
+    def seconds(self, value_ns: int, now_unix: float, now: float) -> float:
+        """`value_ns` is what the engine has written, in Unix time; `now` is monotonic, both in seconds."""
+        if value_ns != self._value_ns:
+            age = max(0.0, now_unix - value_ns / NANOSECONDS)
+            if self._value_ns is not None:
+                age = min(age, now - self._looked)
+            self._value_ns, self._since = value_ns, now - age
+        self._looked = now
+        return now - self._since
+
+
+@dataclass(frozen=True, slots=True)
 class Judgement:
     """`reason` is "" for a live engine."""
 
@@ -28,7 +61,7 @@ class Judgement:
 
 
 def judge(
-    snapshot: MapSnapshot, *, writer_alive: bool, now_unix: float, limits: Limits, torn_seconds: float = 0.0
+    snapshot: MapSnapshot, ages: Ages, *, writer_alive: bool, limits: Limits, torn_seconds: float = 0.0
 ) -> Judgement:
     """The state of an engine with a readable map.
 
@@ -39,31 +72,22 @@ def judge(
     `torn_seconds` is how long no whole snapshot could be had, so that `snapshot` is an old one, of which only flags and
     heartbeat are of now. Whether steps end cannot be told meanwhile; a heartbeat speaks for them.
     """
-    last_sign_ns = max(snapshot.last_step_unix_ns, snapshot.identity.created_unix_ns)
-    if torn_seconds > 0:
-        last_sign_ns = max(last_sign_ns, snapshot.heartbeat_unix_ns)
-    step_age = _age(now_unix, last_sign_ns)
-    heartbeat_age = _age(now_unix, snapshot.heartbeat_unix_ns)
-    publish_age = _age(now_unix, snapshot.published_unix_ns)
-    silent = heartbeat_age >= limits.stale_seconds
+    step_age = min(ages.step, ages.heartbeat) if torn_seconds > 0 else ages.step
+    silent = ages.heartbeat >= limits.stale_seconds
     if not writer_alive:
         how = "in good order" if snapshot.flags.closing else "without closing its map"
         return Judgement("gone", f"the engine ended {how}")
     if snapshot.flags.sleeping and not silent:
         return Judgement("sleeping", "the engine has given its KV memory back")
     if snapshot.running_requests > 0 and step_age >= limits.stall_seconds:
-        also = f", nor a heartbeat for {heartbeat_age:.0f} s: the process is stopped" if silent else ""
+        also = f", nor a heartbeat for {ages.heartbeat:.0f} s: the process is stopped" if silent else ""
         return Judgement(
             "stalled", f"{snapshot.running_requests} requests run and no step has ended for {step_age:.0f} s{also}"
         )
     if silent:
-        return Judgement("stale", f"no heartbeat for {heartbeat_age:.0f} s")
+        return Judgement("stale", f"no heartbeat for {ages.heartbeat:.0f} s")
     if torn_seconds >= limits.stale_seconds:
         return Judgement("stale", f"no whole snapshot could be had for {torn_seconds:.0f} s")
-    if torn_seconds == 0 and snapshot.running_requests > 0 and publish_age >= limits.publish_seconds:
-        return Judgement("stale", f"nothing published for {publish_age:.0f} s")
+    if torn_seconds == 0 and snapshot.running_requests > 0 and ages.publish >= limits.publish_seconds:
+        return Judgement("stale", f"nothing published for {ages.publish:.0f} s")
     return Judgement("live", "")
-
-
-def _age(now_unix: float, then_unix_ns: int) -> float:
-    return max(0.0, now_unix - then_unix_ns / NANOSECONDS)

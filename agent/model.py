@@ -105,6 +105,7 @@ class AgentView:
     unreadable: tuple[str, ...]  # maps and folders that were seen and not read, each with its reason
     folders: tuple[str, ...]
     sample_seconds: float  # what the tick took
+    taken_monotonic: float | None = None  # the same instant as `taken_unix`, by a clock that is never set
 
 
 EMPTY_VIEW = AgentView(0, 0.0, MappingProxyType({}), (), (), 0.0)

@@ -142,10 +142,9 @@ def free_address(listen: str) -> tuple[str, int]:
     for port in range(first, min(first + PORTS_TRIED, 65536)):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        except socket.gaierror as error:
-            raise SettingsError(
-                f"{listen}: no such host ({error.strerror}); give an address of this machine"
-            ) from error
+        except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part of a name is too long, or empty
+            reason = error.strerror if isinstance(error, OSError) else "not a host name"
+            raise SettingsError(f"{listen}: no such host ({reason}); give an address of this machine") from error
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

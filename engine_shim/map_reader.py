@@ -102,6 +102,10 @@ class MapReader:
         """The last sign of life of the writer's process, valid even where a publish never ended."""
         return int(self._read_live()["heartbeat_unix_ns"])
 
+    def sequence(self) -> int:
+        """The publish that the writer is at; odd within one."""
+        return int(self._read_live()["sequence"])
+
     def writer_alive(self) -> bool:
         """Does the process that made this map still hold its lock? Freed by the kernel on any end, kill -9 included."""
         return writer_holds(self._map.file)

@@ -152,8 +152,11 @@ def start_pool(folder: Path) -> Iterator[StartPool]:
 class Agent:
     """A real agent process, started by the command and ended by SIGTERM."""
 
-    def __init__(self, folder: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "engine_shim.launcher", "agent", "--listen", "127.0.0.1:0", *flags]
+    def __init__(
+        self, folder: Path, *flags: str, environment: dict[str, str] | None = None, open_files: int | None = None
+    ) -> None:
+        limit = [] if open_files is None else ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh"]
+        command = [*limit, sys.executable, "-m", "engine_shim.launcher", "agent", "--listen", "127.0.0.1:0", *flags]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVATLAS_")}
         self.process = subprocess.Popen(
             command,
@@ -191,7 +194,9 @@ class Agent:
 
 
 class StartAgent(Protocol):
-    def __call__(self, *flags: str, environment: dict[str, str] | None = None) -> Agent: ...
+    def __call__(
+        self, *flags: str, environment: dict[str, str] | None = None, open_files: int | None = None
+    ) -> Agent: ...
 
 
 @pytest.fixture
@@ -199,8 +204,8 @@ def start_agent(folder: Path) -> Iterator[StartAgent]:
     """Starts agents that look into `folder`, and ends them."""
     agents: list[Agent] = []
 
-    def start(*flags: str, environment: dict[str, str] | None = None) -> Agent:
-        agent = Agent(folder, *flags, environment=environment)
+    def start(*flags: str, environment: dict[str, str] | None = None, open_files: int | None = None) -> Agent:
+        agent = Agent(folder, *flags, environment=environment, open_files=open_files)
         agents.append(agent)
         return agent
 

@@ -35,7 +35,7 @@ class World:
     """An application, and what it serves from."""
 
     def __init__(self, snapshot: MapSnapshot) -> None:
-        self.now = NOW
+        self.now, self.passed = NOW, 50.0  # by the wall, and by a clock that is never set
         self.history = MemoryHistory()
         self.sample = PoolSample(
             id=ID,
@@ -51,8 +51,8 @@ class World:
             torn_reads=0,
             read_seconds=0.001,
         )
-        self.view = AgentView(3, NOW, MappingProxyType({ID: self.sample}), ("/x: not a map",), ("/maps",), 0.002)
-        clock = Clock(wall=lambda: self.now)
+        self.view = AgentView(3, NOW, MappingProxyType({ID: self.sample}), ("/x: not a map",), ("/maps",), 0.002, 50.0)
+        clock = Clock(wall=lambda: self.now, monotonic=lambda: self.passed)
         self.context = ApiContext(
             view=lambda: self.view,
             exporter=Exporter(lambda: self.view, clock=clock),
@@ -212,7 +212,7 @@ def test_nan_never_gets_into_json(world: World) -> None:
     """A model refuses it when it is made, so that it fails here and not in somebody's parser."""
     world.sample = replace(world.sample, oldest_pinned_seconds=float("nan"))
     world.view = replace(world.view, samples=MappingProxyType({ID: world.sample}))
-    assert error_of(world.client.get("/v1/engines"), 500).error == "internal"
+    assert error_of(world.client.get(f"/v1/engines/{ID}"), 500).error == "internal"
     undefined = replace(world.sample, report=analyze([2, 2]), oldest_pinned_seconds=None)
     world.view = replace(world.view, samples=MappingProxyType({ID: undefined}))
     assert parse_strictly(world.client.get("/v1/engines").text)["engines"][0]["fragmentation"]["rate"] is None
@@ -221,10 +221,12 @@ def test_nan_never_gets_into_json(world: World) -> None:
 def test_probes(world: World) -> None:
     assert world.client.get("/healthz").text == "ok\n"
     assert world.client.get("/readyz").text == "ready\n"
-    world.now = NOW + 11  # the sampler hangs
+    world.now = NOW + 3600  # the clock was set
+    assert world.client.get("/healthz").text == "ok\n"
+    world.passed = 61.0  # the sampler hangs
     assert error_of(world.client.get("/healthz"), 503).error == "unavailable"
     assert world.client.get("/readyz").status_code == 200
-    world.now, world.view = NOW, EMPTY_VIEW
+    world.passed, world.view = 100.0, EMPTY_VIEW
     assert error_of(world.client.get("/readyz"), 503).error == "unavailable"
     assert error_of(world.client.get("/healthz"), 503).message == "no sample for 50 s"
 
@@ -277,3 +279,38 @@ def test_without_a_token_only_loopback_may_change(world: World, peer: str, loopb
         return {"changed": True}
 
     assert TestClient(app, client=(peer, 50_000)).delete("/change").status_code == status
+
+
+def test_a_pool_that_cannot_be_told_costs_the_others_nothing(world: World) -> None:
+    bad = replace(world.sample, id="bad", oldest_pinned_seconds=float("nan"))
+    world.view = replace(world.view, samples=MappingProxyType({"bad": bad, ID: world.sample}))
+    listed = wire.EngineList.model_validate_json(world.client.get("/v1/engines").text)
+    assert [one.id for one in listed.engines] == [ID]
+    assert listed.agent.unreadable == ["/x: not a map", "bad: its numbers cannot be told; see the agent's log"]
+
+
+def test_faults_are_told_apart_by_their_route(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Paths are the client's to choose, without number."""
+    monkeypatch.setattr("agent.api.presenter.summarize", lambda *_: {}["x"])
+    names = [f"pool{index}" for index in range(20)]
+    world.view = replace(world.view, samples=MappingProxyType(dict.fromkeys(names, world.sample)))
+    for name in names:
+        assert error_of(world.client.get(f"/v1/engines/{name}"), 500).error == "internal"
+    (record,) = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert str(record.__dict__["fields"]["subject"]).startswith("/v1/engines/{id} ")
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+def test_probes_may_ask_for_the_head_alone(world: World, path: str) -> None:
+    answer = world.client.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert path in world.client.get("/openapi.json").json()["paths"]
+    assert "head" not in world.client.get("/openapi.json").json()["paths"][path]
+
+
+@pytest.mark.parametrize("path", ["/v1/engines/", "/v1/engines//", "/healthz/"])
+def test_a_path_too_long_by_a_slash_is_not_there(world: World, path: str) -> None:
+    answer = world.client.get(path, headers={"Host": "[::1"}, follow_redirects=False)
+    assert error_of(answer, 404).error == "not_found"

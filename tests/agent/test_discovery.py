@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.discovery import scan
+from agent.discovery import MAX_NAMED, name_some, printable, scan
 
 Start = Callable[..., Any]
 
@@ -89,3 +89,35 @@ def test_the_number_of_maps_is_bounded(folder: Path, monkeypatch: pytest.MonkeyP
     found = scan([folder])
     assert [one.id for one in found.maps] == ["a", "b"]
     assert "left out" in found.unreadable[0]
+
+
+def test_a_flood_of_foreign_files_is_counted(folder: Path) -> None:
+    for index in range(MAX_NAMED + 5):
+        (folder / f"foreign{index:03}.kvmap").write_bytes(b"x")
+    found = scan([folder])
+    assert (len(found.unreadable), found.more) == (MAX_NAMED, 5)
+    assert name_some(found.unreadable, found.more)[MAX_NAMED:] == ("and 5 more that cannot be read",)
+    assert name_some(["a", *found.unreadable], found.more)[MAX_NAMED:] == ("and 6 more that cannot be read",)
+    assert name_some(["a", "b"]) == ("a", "b")
+
+
+def test_links_are_not_followed(tmp_path: Path, folder: Path, start_engine: Start) -> None:
+    engine = start_engine(tmp_path)
+    (folder / "link.kvmap").symlink_to(engine.path)
+    (folder / "zero.kvmap").symlink_to("/dev/zero")
+    found = scan([folder])
+    assert found.maps == ()
+    assert len(found.unreadable) == 2
+    assert all("a symbolic link" in line for line in found.unreadable)
+
+
+def test_names_that_are_not_utf_8_are_told_as_text(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    (folder / os.fsdecode(b"a\xfe.kvmap")).write_bytes(b"KVATLAS\0")
+    (folder / os.fsdecode(b"b\xfd.kvmap")).write_bytes(b"x")
+    found = scan([folder])
+    assert [one.id for one in found.maps] == ["a\\xfe"]
+    assert found.maps[0].path.exists()
+    assert found.unreadable == (f"{tmp_path}/\\xff/b\\xfd.kvmap: not an allocation map (wrong magic)",)
+    assert printable("plain \u00e4 \ud800") == "plain \u00e4 \\ud800"

@@ -103,3 +103,17 @@ def test_every_metric_can_be_kept() -> None:
     history = MemoryHistory()
     history.append("a", 5.0, {metric: float(index) for index, metric in enumerate(METRICS)})
     assert [history.query("a", metric, 5, 6, 1)[0].mean for metric in METRICS] == pytest.approx(np.arange(len(METRICS)))
+
+
+@pytest.mark.parametrize("back", [3600, 30])
+def test_recent_is_of_the_time_since_the_clock_was_set_back(back: int) -> None:
+    """An hour: what lies ahead of the latest is not recent. Half a minute: two pasts must not be mixed."""
+    history = MemoryHistory()
+    for second in range(600):
+        history.append("a", 1e9 + second, {"free": 10_000})
+    set_back = 1e9 + 600 - back
+    for second in range(20):
+        history.append("a", set_back + second, {"free": 9000 - second})
+    times, free = history.recent("a", "free", 120)
+    assert times.tolist() == [set_back + second for second in range(20)]
+    assert free.tolist() == [9000 - second for second in range(20)]

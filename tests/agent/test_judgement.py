@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from agent.judgement import Limits, judge
+from agent.judgement import Ages, Limits, Silence, judge
 from engine_shim.snapshot import MapFlags, MapSnapshot
 
-PUBLISHED = 1_700_000_100  # as make_snapshot has it
 LIMITS = Limits(stall_seconds=3, stale_seconds=5, publish_seconds=10)
 
 
@@ -52,19 +51,18 @@ LIMITS = Limits(stall_seconds=3, stale_seconds=5, publish_seconds=10)
     ],
 )
 def test_judge(case: dict[str, object], state: str, reason: str, make_snapshot: Callable[..., MapSnapshot]) -> None:
-    age = float(case.get("age", 0))  # type: ignore[arg-type]
-    now = PUBLISHED + age
     snapshot = make_snapshot([0, 2], running_requests=case.get("running", 0))
-    snapshot = replace(
-        snapshot,
-        flags=case.get("flags", MapFlags()),  # type: ignore[arg-type]
-        heartbeat_unix_ns=int((now - float(case.get("heartbeat", 0))) * 1e9),  # type: ignore[arg-type]
-        last_step_unix_ns=int((now - float(case.get("step", age))) * 1e9),  # type: ignore[arg-type]
+    snapshot = replace(snapshot, flags=case.get("flags", MapFlags()))  # type: ignore[arg-type]
+    age = float(case.get("age", 0))  # type: ignore[arg-type]
+    ages = Ages(
+        step=float(case.get("step", age)),  # type: ignore[arg-type]
+        heartbeat=float(case.get("heartbeat", 0)),  # type: ignore[arg-type]
+        publish=age,
     )
     judgement = judge(
         snapshot,
+        ages,
         writer_alive=bool(case.get("alive", True)),
-        now_unix=now,
         limits=LIMITS,
         torn_seconds=float(case.get("torn", 0)),  # type: ignore[arg-type]
     )
@@ -73,6 +71,23 @@ def test_judge(case: dict[str, object], state: str, reason: str, make_snapshot: 
     assert (judgement.reason == "") == (state == "live")
 
 
-def test_a_clock_that_went_back_is_no_stall(make_snapshot: Callable[..., MapSnapshot]) -> None:
-    snapshot = make_snapshot([0], running_requests=1)
-    assert judge(snapshot, writer_alive=True, now_unix=PUBLISHED - 50, limits=LIMITS).state == "live"
+def test_silence_is_measured_by_a_clock_that_is_never_set() -> None:
+    """The engine writes at 1000; 50 minutes pass while the wall clock is set an hour back."""
+    silence = Silence()
+    assert silence.seconds(1000 * 10**9, 1000.5, 70.0) == 0.5
+    assert silence.seconds(1000 * 10**9, 1000.5 - 3600, 70.0) == 0.5
+    assert silence.seconds(1000 * 10**9, 1000.5 - 600, 70.0 + 3000) == 3000.5
+    assert silence.seconds(1000 * 10**9, 9e9, 70.0 + 3001) == 3001.5
+
+
+def test_a_new_sign_is_no_older_than_the_last_look() -> None:
+    silence = Silence()
+    silence.seconds(1000 * 10**9, 1000.0, 50.0)
+    assert silence.seconds(1001 * 10**9, 1001.25, 51.25) == pytest.approx(0.25)
+    assert silence.seconds(1002 * 10**9, 1002.5 + 3600, 52.5) == pytest.approx(1.25)  # set forward: as if just missed
+    assert silence.seconds(1003 * 10**9, 1003.5 - 3600, 53.5) == 0.0
+
+
+def test_the_first_look_believes_the_wall_clock() -> None:
+    assert Silence().seconds(1000 * 10**9, 1060.0, 5.0) == 60.0
+    assert Silence().seconds(1000 * 10**9, 900.0, 5.0) == 0.0

@@ -8,18 +8,21 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from agent.follower import MapSource
+from agent import presenter
+from agent.exporter import Exporter
+from agent.follower import READ_TIMEOUT_SECONDS, MapSource
 from agent.history import MemoryHistory
 from agent.judgement import Limits
 from agent.model import AgentView, Clock
 from agent.sampler import Sampler, SamplerSettings
 from engine_shim.layout import HEADER, REGION
 from engine_shim.map_reader import MapReader
+from engine_shim.snapshot import MapSnapshot
 
 Start = Callable[..., Any]
 MakeSampler = Callable[..., Sampler]
@@ -75,7 +78,7 @@ def test_a_live_engine(start_engine: Start, make_sampler: MakeSampler) -> None:
 
 def test_an_engine_that_was_killed_is_gone_and_then_out_of_view(start_engine: Start, make_sampler: MakeSampler) -> None:
     offset = [0.0]
-    clock = Clock(wall=lambda: Clock().wall() + offset[0])
+    clock = Clock(wall=lambda: Clock().wall() + offset[0], monotonic=lambda: Clock().monotonic() + offset[0])
     sampler = make_sampler(clock=clock, settings=SamplerSettings(gone_seconds=60))
     engine = start_engine()
     fill(engine)
@@ -193,6 +196,17 @@ def test_small_and_full_pools(states: str, start_engine: Start, make_sampler: Ma
     assert sample.state == "live"
 
 
+def tear(engine: Any) -> None:
+    """Stop the writer, and leave its map as within a publish."""
+    engine.send_signal(signal.SIGSTOP)
+    header = np.frombuffer(engine.path.read_bytes()[: HEADER.itemsize], HEADER)[0]
+    with engine.path.open("r+b") as file:
+        file.seek(int(header["live_offset"]))
+        sequence = int.from_bytes(file.read(8), "little")
+        file.seek(int(header["live_offset"]))
+        file.write((sequence + 1).to_bytes(8, "little"))
+
+
 def patch_header(path: Path, **fields: Any) -> None:
     header = np.frombuffer(path.read_bytes()[: HEADER.itemsize], HEADER).copy()
     for name, value in fields.items():
@@ -265,13 +279,7 @@ def test_a_writer_that_stops_and_dies_while_it_publishes(
     engine = start_engine()
     fill(engine)
     assert sampler.tick().samples[engine.id].state == "live"
-    engine.send_signal(signal.SIGSTOP)
-    header = np.frombuffer(engine.path.read_bytes()[: HEADER.itemsize], HEADER)[0]
-    with engine.path.open("r+b") as file:
-        file.seek(int(header["live_offset"]))
-        sequence = int.from_bytes(file.read(8), "little")
-        file.seek(int(header["live_offset"]))
-        file.write((sequence + 1).to_bytes(8, "little"))
+    tear(engine)
     torn = sampler.tick().samples[engine.id]
     assert (torn.state, torn.torn_reads) == ("live", 1)
     assert sampler.view.unreadable == ()
@@ -340,7 +348,7 @@ def test_the_same_name_in_two_folders(
 
 def test_tokens_per_second_and_forecast(start_engine: Start, make_sampler: MakeSampler) -> None:
     offset = [0.0]
-    clock = Clock(wall=lambda: Clock().wall() + offset[0])
+    clock = Clock(wall=lambda: Clock().wall() + offset[0], monotonic=lambda: Clock().monotonic() + offset[0])
     patient = Limits(stall_seconds=900, stale_seconds=900, publish_seconds=900)
     sampler = make_sampler(clock=clock, settings=SamplerSettings(limits=patient))
     engine = start_engine(total_blocks=1000)
@@ -399,3 +407,190 @@ def test_a_tick_that_fails_does_not_end_the_thread(
         thread.join()
     assert view.folders == (str(folder),)
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
+
+
+def open_files() -> list[str]:
+    """What this process has open, by name; files that were removed among them."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}").removesuffix(" (deleted)"))
+        except FileNotFoundError:
+            continue  # the listing's own
+    return found
+
+
+@pytest.mark.parametrize("end", ["kill", "close"])
+def test_the_map_of_an_engine_that_is_gone_is_closed_and_still_shown(
+    end: str, start_engine: Start, make_sampler: MakeSampler
+) -> None:
+    sampler, engine = make_sampler(), start_engine()
+    fill(engine)
+    sampler.tick()
+    assert str(engine.path) in open_files()
+    getattr(engine, end)()
+    for _ in range(3):
+        assert sampler.tick().samples[engine.id].state == "gone"
+        assert str(engine.path) not in open_files()
+
+
+def test_a_file_that_took_the_inode_of_a_dead_map_is_read(
+    tmp_path: Path, start_engine: Start, make_sampler: MakeSampler
+) -> None:
+    """A closed file keeps its inode from nobody: the next map may get it, under the same name."""
+    sampler = make_sampler()
+    first, second = start_engine(), start_engine(tmp_path, total_blocks=7)
+    sampler.tick()
+    first.kill()
+    second.kill()
+    assert sampler.tick().samples[first.id].report.total_blocks == 100
+    inode = first.path.stat().st_ino
+    first.path.write_bytes(second.path.read_bytes())
+    assert first.path.stat().st_ino == inode
+    assert sampler.tick().samples[first.id].report.total_blocks == 7
+
+
+def test_no_more_maps_are_open_than_allowed(start_engine: Start, make_sampler: MakeSampler) -> None:
+    sampler = make_sampler(settings=SamplerSettings(max_open=1))
+    first, second = start_engine(engine_id="a"), start_engine(engine_id="b")
+    for _ in range(2):
+        view = sampler.tick()
+        assert list(view.samples) == [first.id]
+        assert [line.startswith(f"{second.path}: ") and "ulimit -n" in line for line in view.unreadable] == [True]
+    first.kill()
+    sampler.tick()
+    assert sampler.tick().samples[second.id].state == "live"
+
+
+def test_a_map_that_is_completed_later_is_read_then(
+    tmp_path: Path, folder: Path, start_engine: Start, make_sampler: MakeSampler
+) -> None:
+    sampler, engine = make_sampler(), start_engine(tmp_path)
+    fill(engine)
+    engine.kill()
+    content = engine.path.read_bytes()
+    copy = folder / "copy.kvmap"
+    copy.write_bytes(content[:20_000])
+    view = sampler.tick()
+    assert view.samples == {}
+    assert "cut short" in view.unreadable[0]
+    with copy.open("ab") as file:
+        file.write(content[20_000:])
+    view = sampler.tick()
+    assert (view.samples["copy"].report.used_blocks, view.unreadable) == (4, ())
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path, folder: Path, start_engine: Start, make_sampler: MakeSampler) -> None:
+    """They may be on any file system; JSON, metrics and logs have no room for them as they are."""
+    odd = Path(os.fsdecode(os.fsencode(folder) + b"/odd-\xff"))
+    odd.mkdir()
+    engine = start_engine(tmp_path)
+    engine.kill()
+    (odd / os.fsdecode(b"map-\xfe.kvmap")).write_bytes(engine.path.read_bytes())
+    (odd / os.fsdecode(b"foreign-\xfd.kvmap")).write_bytes(b"hello")
+    (odd / os.fsdecode(b"short-\xfc.kvmap")).write_bytes(engine.path.read_bytes()[:5000])
+    view = make_sampler(odd, Path(os.fsdecode(b"/dev/null/\xfb"))).tick()
+    assert list(view.samples) == ["map-\\xfe"]
+    assert view.folders[0].endswith("/odd-\\xff")
+    for text in (*view.folders, *view.unreadable, *view.samples):
+        text.encode()  # raises where half a character is left
+    assert all(any(name in line for line in view.unreadable) for name in ("foreign-\\xfd", "short-\\xfc"))
+    assert len(view.unreadable) == 3
+    presenter.summarize(view.samples["map-\\xfe"], view.taken_unix).model_dump_json().encode()
+    Exporter(lambda: view, clock=Clock()).render()
+
+
+class Patient(MapReader):
+    """Notes how long each read may wait."""
+
+    waits: ClassVar[list[float]] = []
+
+    def read(self, timeout_seconds: float = READ_TIMEOUT_SECONDS) -> MapSnapshot:
+        self.waits.append(timeout_seconds)
+        return super().read(timeout_seconds)
+
+
+def test_maps_torn_for_good_share_one_wait_and_then_cost_none(
+    start_engine: Start, make_sampler: MakeSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Patient, "waits", [])
+    torn = [start_engine(engine_id=f"torn{index}") for index in range(3)]
+    good = start_engine(engine_id="whole")
+    fill(good)
+    for engine in torn:
+        tear(engine)
+    sampler = make_sampler(open_map=Patient)
+    first = sampler.tick()
+    assert Patient.waits[0] == READ_TIMEOUT_SECONDS
+    assert sum(Patient.waits[:3]) < 2 * READ_TIMEOUT_SECONDS
+    Patient.waits.clear()
+    second = sampler.tick()
+    assert Patient.waits[:3] == [0.0, 0.0, 0.0]
+    assert Patient.waits[3] > 0
+    for view in (first, second):
+        assert view.samples[good.id].state == "live"
+        assert {view.samples[engine.id].state for engine in torn} == {"unreadable"}
+
+
+def test_a_new_agent_shows_a_map_that_it_never_saw_whole(start_engine: Start, make_sampler: MakeSampler) -> None:
+    """Its engine lives, and says by a flag that nobody follows the pool any more; no block of it is known."""
+    engine = start_engine(total_blocks=10)
+    fill(engine)
+    engine.allocated([10_000])  # a block that the pool does not have
+    engine.step_ended(1, 0)
+    tear(engine)
+    sampler = make_sampler()
+    sampler.tick()
+    view = sampler.tick()
+    sample = view.samples[engine.id]
+    assert (sample.state, sample.snapshot.flags.degraded, sample.identity.engine_id) == ("unreadable", True, "engine")
+    assert "given up" in sample.reason
+    assert sample.report.unknown_blocks == 10
+    summary = presenter.summarize(sample, view.taken_unix)
+    assert (summary.degraded, summary.fragmentation.rate, summary.blocks.used) == (True, None, 0)
+    lines = Exporter(lambda: view, clock=Clock()).render().decode().splitlines()
+    assert any(line.startswith("kvatlas_engine_degraded{") and line.endswith(" 1.0") for line in lines)
+    assert any(line.startswith("kvatlas_engine_up{") and line.endswith(" 0.0") for line in lines)
+    assert not any(line.startswith("kvatlas_pool_blocks{") for line in lines)
+
+
+def test_a_read_that_does_not_come_back_holds_up_no_other_map(start_engine: Start, make_sampler: MakeSampler) -> None:
+    bad, good = start_engine(engine_id="bad"), start_engine(engine_id="good")
+    hanging, reads = threading.Event(), []
+
+    class Hanging(MapReader):
+        def read(self, timeout_seconds: float = READ_TIMEOUT_SECONDS) -> MapSnapshot:
+            if self.path == bad.path:
+                reads.append(self.path)
+                hanging.wait()
+            return super().read(timeout_seconds)
+
+    sampler = make_sampler(open_map=Hanging, settings=SamplerSettings(hung_seconds=0.05))
+    try:
+        for _ in range(3):
+            view = sampler.tick()
+            assert list(view.samples) == [good.id]
+            assert view.unreadable == (f"{bad.path}: a read of it does not come back; look at its file system",)
+        assert reads == [bad.path]  # nobody else is sent after it
+    finally:
+        hanging.set()
+
+
+def test_a_stopped_engine_is_stalled_though_the_clock_was_set_back(
+    start_engine: Start, make_sampler: MakeSampler
+) -> None:
+    wall, passed = [0.0], [0.0]
+    clock = Clock(wall=lambda: Clock().wall() + wall[0], monotonic=lambda: Clock().monotonic() + passed[0])
+    sampler = make_sampler(clock=clock)
+    engine = start_engine()
+    fill(engine)
+    assert sampler.tick().samples[engine.id].state == "live"
+    engine.send_signal(signal.SIGSTOP)
+    wall[0] = -3600.0
+    sampler.tick()
+    passed[0] = 60.0
+    assert sampler.tick().samples[engine.id].state == "stalled"
+    wall[0] = 3600.0
+    engine.kill()
+    assert sampler.tick().samples[engine.id].state == "gone"
+    assert sampler.tick().samples[engine.id].state == "gone"  # an hour ahead is not an hour gone
