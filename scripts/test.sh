@@ -1,5 +1,6 @@
 #!/bin/sh
 # Runs every test. Arguments go to pytest. Exits non-zero when a test fails or could not be run.
+# KVATLAS_TEST_ENGINES=0 leaves out those that run real vLLM, in an environment that vllm_env.sh builds in the cache.
 set -eu
 . "$(dirname -- "$0")/common.sh"
 

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Prints the Python of an environment with vLLM's CPU build, which the benchmark against vLLM's own block pool needs.
-# Builds it when it is not there: about 3.5 GB in the cache. Tests do not need it.
+# Prints the Python of an environment with vLLM's CPU build, which the tests and benchmarks of its adapter need.
+# Builds it when it is not there: about 3.5 GB in the cache.
 #
 # Settings: PYTHON (3.11 to 3.13), TORCH_INDEX (an index to take PyTorch's CPU build from).
 set -eu

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 OURS = ("engine_shim", "agent", "alerts", "dashboard")
+ENGINES = ("vllm",)  # each only in the adapter of its name
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def allowed(path: Path, found: Import) -> bool:
             return True  # the entry point hands over to the agent's commands where those are installed
         if found.top == "torch" or found.within("engine_shim.reference"):
             return path.parts[1] == "reference"
+        if found.top in ENGINES:
+            return path.as_posix().startswith(f"engine_shim/adapters/{found.top}")
         return found.top in sys.stdlib_module_names or found.top in ("numpy", "engine_shim")
     if package == "agent":
         return found.top not in ("torch", "dashboard") and not found.within(
@@ -81,6 +84,8 @@ def test_imports_point_inwards(repository_root: Path, package: str) -> None:
         ("engine_shim/block_pool.py", "def late():\n    from agent import wire"),
         ("engine_shim/block_pool.py", "from engine_shim import reference"),
         ("engine_shim/block_pool.py", "from . import layout"),
+        ("engine_shim/block_pool.py", "import vllm"),
+        ("engine_shim/adapters/sglang.py", "from vllm.v1.core import block_pool"),
         ("engine_shim/reference/engine.py", "import agent.wire"),
         ("agent/sampler.py", "import torch.cuda"),
         ("agent/sampler.py", "from engine_shim.reference import engine"),
@@ -100,6 +105,7 @@ def test_a_wrong_import_is_noticed(path: str, source: str) -> None:
     ("package", "absent"),
     [
         ("engine_shim", ("torch", "agent", "pydantic", "fastapi")),
+        ("engine_shim.adapters.vllm", ("torch", "vllm", "agent", "pydantic")),
         ("agent.wire", ("torch", "streamlit", "engine_shim")),
     ],
 )

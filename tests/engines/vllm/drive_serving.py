@@ -1,0 +1,152 @@
+"""Runs vLLM as it runs in production, engine core and worker in processes of their own, and stops the worker.
+
+    python drive_serving.py WORK_FOLDER
+
+Prints one line, `RESULT {...}`. With KVATLAS_DISABLE=1 it only serves and looks for traces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_model  # type: ignore[import-not-found]  # beside this file
+from vllm import LLM, SamplingParams
+
+from engine_shim import MapReader
+
+WORK = Path(sys.argv[1])
+MAPS = Path(os.environ["KVATLAS_DIR"])
+SECONDS = 60.0
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    """What `condition` returns once that is true."""
+    deadline = time.monotonic() + SECONDS
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{condition} was not true within {SECONDS} s")
+        time.sleep(0.02)
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent is `pid`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid:
+                found.append(int(entry.name))
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Its title, where vLLM has set one."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\x00", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def serve(llm: Any) -> list[list[int]]:
+    """Greedy tokens of the same requests as the in-process driver serves."""
+    dice = random.Random(5)
+    prompts = [{"prompt_token_ids": [dice.randrange(3, 1000) for _ in range(40 + 30 * number)]} for number in range(6)]
+    parameters = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, parameters, use_tqdm=False)]
+
+
+def main() -> None:
+    disabled = os.environ.get("KVATLAS_DISABLE") == "1"
+    llm = LLM(
+        model=str(tiny_model.write(WORK / "serving")),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        block_size=32,
+        num_gpu_blocks_override=72,
+        max_num_seqs=12,
+        max_num_batched_tokens=192,
+        max_model_len=1024,
+        seed=0,
+        **({} if disabled else {"distributed_executor_backend": "mp"}),
+    )
+    report: dict[str, Any] = {"tokens": serve(llm), "maps": sorted(path.name for path in MAPS.glob("*.kvmap"))}
+    if disabled:
+        from vllm.config.scheduler import SchedulerConfig
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        report["hooked"] = [
+            name
+            for holder in (SchedulerConfig, Scheduler, scheduler, pool)
+            for name, value in vars(holder).items()
+            if hasattr(value, "__kvatlas__") or hasattr(value, "__kvatlas_hook__")
+        ]
+        report["threads"] = [thread.name for thread in threading.enumerate() if "kvatlas" in thread.name]
+        report["folder_made"] = MAPS.exists()
+    else:
+        report |= stop_the_worker(llm)
+    print("RESULT " + json.dumps(report), flush=True)
+
+
+def stop_the_worker(llm: Any) -> dict[str, Any]:
+    """A worker that hangs holds the engine core up in the middle of a step: the map must show just that."""
+    (path,) = MAPS.glob("*.kvmap")
+    reader = MapReader(path)
+    identity = reader.identity
+    before = wait_for(lambda: (snapshot := reader.read()).running_requests == 0 and snapshot)
+    workers = children_of(identity.pid)
+    worker = next(pid for pid in workers if "VLLM::Worker" in command_of(pid) or len(workers) == 1)
+    served: list[Any] = []
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        thread = threading.Thread(target=lambda: served.extend(serve(llm)), daemon=True)
+        thread.start()
+        began = time.monotonic()
+        stuck = wait_for(
+            lambda: (
+                (snapshot := reader.read()).running_requests > 0
+                and time.time_ns() - snapshot.last_step_unix_ns > 2_000_000_000
+                and snapshot
+            )
+        )
+        seen_after = time.monotonic() - began
+        beating = stuck.heartbeat_unix_ns - stuck.last_step_unix_ns
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    thread.join(SECONDS)
+    after = wait_for(lambda: (snapshot := reader.read()).running_requests == 0 and snapshot)
+    return {
+        "engine_core": identity.pid != os.getpid(),
+        "kind": identity.kind,
+        "steps_before": before.counters["steps"],
+        "stuck_running": stuck.running_requests,
+        "stuck_used": int(stuck.state_counts[2]),
+        "stalled_seen_after_seconds": seen_after,
+        "heartbeat_after_last_step_ns": beating,
+        "served_after": served,
+        "used_at_rest": int(after.state_counts[2]),
+        "degraded": after.flags.degraded,
+        "repairs": after.counters["repairs"],
+        "writer_alive": reader.writer_alive(),
+    }
+
+
+if __name__ == "__main__":
+    main()
