@@ -68,56 +68,76 @@ def _add_demo() -> None:
 @app.command()
 def agent(
     config: Annotated[Path | None, typer.Option(envvar="KVATLAS_CONFIG", help="Settings file, YAML or TOML.")] = None,
-    listen: Annotated[str | None, typer.Option(help="HOST:PORT to serve on (KVATLAS_LISTEN).")] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT to serve on (KVATLAS_LISTEN).", show_default="127.0.0.1:9477")
+    ] = None,
     dir: Annotated[str | None, typer.Option(help="Folders with maps, by colons (KVATLAS_DIR).")] = None,
     interval_seconds: Annotated[
-        float | None, typer.Option(help="Time between samples (KVATLAS_INTERVAL_SECONDS).")
+        float | None, typer.Option(help="Time between samples (KVATLAS_INTERVAL_SECONDS).", show_default="1.0")
     ] = None,
     history_seconds: Annotated[
-        float | None, typer.Option(help="How far back the history goes (KVATLAS_HISTORY_SECONDS).")
+        float | None,
+        typer.Option(help="How far back the history goes (KVATLAS_HISTORY_SECONDS).", show_default="3600.0"),
     ] = None,
     threshold: Annotated[
-        float | None, typer.Option(help="Rate above which a pool counts as fragmented (KVATLAS_THRESHOLD).")
+        float | None,
+        typer.Option(help="Rate above which a pool counts as fragmented (KVATLAS_THRESHOLD).", show_default="0.3"),
     ] = None,
     stall_seconds: Annotated[
-        float | None, typer.Option(help="Requests run, no step ends: stalled (KVATLAS_STALL_SECONDS).")
+        float | None,
+        typer.Option(help="Requests run, no step ends: stalled (KVATLAS_STALL_SECONDS).", show_default="3.0"),
     ] = None,
-    stale_seconds: Annotated[float | None, typer.Option(help="No heartbeat: stale (KVATLAS_STALE_SECONDS).")] = None,
+    stale_seconds: Annotated[
+        float | None, typer.Option(help="No heartbeat: stale (KVATLAS_STALE_SECONDS).", show_default="5.0")
+    ] = None,
     gone_seconds: Annotated[
-        float | None, typer.Option(help="How long an ended engine is shown (KVATLAS_GONE_SECONDS).")
+        float | None,
+        typer.Option(help="How long an ended engine is shown (KVATLAS_GONE_SECONDS).", show_default="300.0"),
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error (KVATLAS_LOG_LEVEL).")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error (KVATLAS_LOG_LEVEL).", show_default="info")
+    ] = None,
     token: Annotated[str | None, typer.Option(help="Seen by other users; better KVATLAS_TOKEN.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File that holds the token (KVATLAS_TOKEN_FILE).")] = None,
     compaction: Annotated[
-        str | None, typer.Option(help="off, reference, all, or engine ids by commas (KVATLAS_COMPACTION).")
+        str | None,
+        typer.Option(
+            help="off, reference, all, or engine ids by commas (KVATLAS_COMPACTION).", show_default="reference"
+        ),
     ] = None,
     compaction_enter: Annotated[
-        float | None, typer.Option(help="Act above this rate (KVATLAS_COMPACTION_ENTER).")
+        float | None, typer.Option(help="Act above this rate (KVATLAS_COMPACTION_ENTER).", show_default="0.3")
     ] = None,
     compaction_exit: Annotated[
-        float | None, typer.Option(help="An episode ends at this rate (KVATLAS_COMPACTION_EXIT).")
+        float | None, typer.Option(help="An episode ends at this rate (KVATLAS_COMPACTION_EXIT).", show_default="0.2")
     ] = None,
     compaction_target: Annotated[
-        float | None, typer.Option(help="Rate that a run comes down to (KVATLAS_COMPACTION_TARGET).")
+        float | None,
+        typer.Option(help="Rate that a run comes down to (KVATLAS_COMPACTION_TARGET).", show_default="0.1"),
     ] = None,
     compaction_for_seconds: Annotated[
-        float | None, typer.Option(help="That an episode must last (KVATLAS_COMPACTION_FOR_SECONDS).")
+        float | None,
+        typer.Option(help="That an episode must last (KVATLAS_COMPACTION_FOR_SECONDS).", show_default="10.0"),
     ] = None,
     compaction_cooldown_seconds: Annotated[
-        float | None, typer.Option(help="Between runs (KVATLAS_COMPACTION_COOLDOWN_SECONDS).")
+        float | None, typer.Option(help="Between runs (KVATLAS_COMPACTION_COOLDOWN_SECONDS).", show_default="30.0")
     ] = None,
     compaction_written_share: Annotated[
-        float | None, typer.Option(help="Moved bytes per written KV byte (KVATLAS_COMPACTION_WRITTEN_SHARE).")
+        float | None,
+        typer.Option(help="Moved bytes per written KV byte (KVATLAS_COMPACTION_WRITTEN_SHARE).", show_default="0.01"),
     ] = None,
     compaction_relocation: Annotated[
-        bool | None, typer.Option(help="Use relocating allocation (KVATLAS_COMPACTION_RELOCATION).")
+        bool | None, typer.Option(help="Use relocating allocation (KVATLAS_COMPACTION_RELOCATION).", show_default="on")
     ] = None,
     compaction_relocation_copies: Annotated[
-        float | None, typer.Option(help="Copies per allocated block (KVATLAS_COMPACTION_RELOCATION_COPIES).")
+        float | None,
+        typer.Option(help="Copies per allocated block (KVATLAS_COMPACTION_RELOCATION_COPIES).", show_default="2.0"),
     ] = None,
     compaction_require_consumer: Annotated[
-        bool | None, typer.Option(help="Only for engines with a consumer (KVATLAS_COMPACTION_REQUIRE_CONSUMER).")
+        bool | None,
+        typer.Option(
+            help="Only for engines with a consumer (KVATLAS_COMPACTION_REQUIRE_CONSUMER).", show_default="off"
+        ),
     ] = None,
     compaction_consumers: Annotated[
         str | None, typer.Option(help="Consumers of contiguous blocks, by commas (KVATLAS_COMPACTION_CONSUMERS).")
@@ -287,6 +307,14 @@ def doctor(
         for one in findings:
             print(f"{one.level:<8}{one.check}: {one.message}" + (f"\n        -> {one.action}" if one.action else ""))
     return EXIT_FAILED if any(one.level == "failed" for one in findings) else 0
+
+
+@app.command()
+def version(as_json: Json = False) -> int:
+    """Say which version this is, and of the allocation map."""
+    from engine_shim.launcher import print_version
+
+    return print_version(as_json=as_json)
 
 
 @app.command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -15,6 +16,14 @@ from typing import cast
 
 DISTRIBUTIONS = ("kvatlas", "kvatlas-shim")
 EXIT_USAGE = 2
+TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")  # as the other commands take a variable that is a switch
+VERSION_HELP = """Usage: kvatlas version [OPTIONS]
+
+  Say which version this is, and of the allocation map.
+
+Options:
+  --json  Print one JSON object.  [env var: KVATLAS_JSON]
+  --help  Show this message and exit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,14 +56,22 @@ def installed() -> dict[str, str]:
 
 
 def _version(options: Sequence[str]) -> int:
+    if "--help" in options:
+        print(VERSION_HELP)
+        return 0
     unknown = [option for option in options if option != "--json"]
     if unknown:
         print(f"error: version takes no {unknown[0]!r}; only --json", file=sys.stderr)
         return EXIT_USAGE
+    return print_version(as_json=bool(options) or os.environ.get("KVATLAS_JSON", "").lower() in TRUE_WORDS)
+
+
+def print_version(*, as_json: bool) -> int:
+    """Print the versions of this code, of the map's layout and of what is installed; returns the exit status."""
     from engine_shim import __version__
     from engine_shim.layout import MAJOR, MINOR
 
-    if options:
+    if as_json:
         facts = {
             "schema": "kvatlas.version/v1",
             "version": __version__,

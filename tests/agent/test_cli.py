@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 from agent import cli
+from agent.config import AgentSettings
 from agent.doctor import Finding, examine, to_json
 from agent.log import JsonFormatter
 
@@ -89,8 +91,47 @@ def test_help_lists_every_command(capsys: Capture) -> None:
     bare = capsys.readouterr().out
     assert cli.main(["--help"]) == 0
     assert capsys.readouterr().out == bare
-    for command in ("agent", "dashboard", "demo", "doctor", "map", "simulate"):
+    for command in ("agent", "compact", "dashboard", "demo", "doctor", "map", "simulate", "version"):
         assert f"\n  {command} " in bare
+
+
+def test_version_is_a_command_like_the_others(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher answers it without the agent; here the agent's own command does. Both say the same."""
+    from engine_shim import launcher
+
+    facts = json_of(capsys, "version", "--json")
+    assert facts["schema"] == "kvatlas.version/v1"
+    assert launcher.main(["version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == facts
+    for run in (cli.main, launcher.main):
+        assert run(["version", "--help"]) == 0
+        text = capsys.readouterr().out
+        assert "Usage: kvatlas version" in text
+        assert "KVATLAS_JSON" in text
+        assert run(["version"]) == 0
+        assert capsys.readouterr().out.startswith("kvatlas ")
+        assert run(["version", "--nonsense"]) == 2
+        assert "--nonsense" in capsys.readouterr().err
+    for value in ("1", "true", "on"):
+        monkeypatch.setenv("KVATLAS_JSON", value)
+        for run in (cli.main, launcher.main):
+            assert run(["version"]) == 0
+            assert json.loads(capsys.readouterr().out) == facts
+    monkeypatch.setenv("KVATLAS_JSON", "0")
+    assert launcher.main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("kvatlas ")
+
+
+def test_the_agent_s_help_tells_its_defaults() -> None:
+    command = typer.main.get_command(cli.app)
+    shown = {one.name: one.show_default for one in command.commands["agent"].params}  # type: ignore[attr-defined]
+    for name, field in AgentSettings.model_fields.items():
+        default = field.default
+        if default in (None, ""):
+            assert not isinstance(shown[name], str), name
+        else:
+            expected = ("on" if default else "off") if isinstance(default, bool) else str(default)
+            assert shown[name] == expected, name
 
 
 @pytest.fixture
@@ -111,7 +152,13 @@ def test_simulate(trace: Path, capsys: Capture) -> None:
     plain = json_of(capsys, *arguments, "--no-prefix-cache")
     assert not plain["prefix_cache"]
     assert cli.main(["simulate", str(trace), "--blocks", "2000", "--policy", "fifo"]) == 0
-    assert "fifo" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "fifo" in text
+    assert "F settled" in text
+    rates = json_of(capsys, *arguments[:-4], "--policy", "fifo")["policies"]["fifo"]
+    settled, whole = rates["settled_fragmentation_rate"], rates["fragmentation_rate"]
+    wanted = [settled["p10"], settled["p50"], settled["p90"], whole["p50"], whole["p95"]]
+    assert text.splitlines()[-1].split()[1:6] == ["-" if rate is None else f"{rate:.3f}" for rate in wanted]
 
 
 @pytest.mark.parametrize(
