@@ -27,8 +27,9 @@ MAX_BLOCKS_PER_PAGE = 4096
 MAX_REQUESTS_PER_PAGE = 4096
 DEFAULT_HISTORY_SECONDS = 600.0
 DEFAULT_POINTS = 600
+MAX_NAMED_POOLS = 8  # in an error
 
-PoolId = Annotated[str, Path(description="id of a pool, as /v1/engines lists it", max_length=512)]
+PoolId = Annotated[str, Path(description="id of a pool, or of an engine with one", max_length=512)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,18 @@ def _add_probes(app: FastAPI, context: ApiContext) -> None:
 
 
 def _sample(context: ApiContext, id: str) -> PoolSample:
-    found = context.view().samples.get(id)
-    if found is None:
-        raise ApiError(404, "not_found", f"no pool {id!r}", "GET /v1/engines lists the pools that are known")
-    return found
+    """The pool of that id, or the only one of the engine of that id."""
+    samples = context.view().samples
+    if (found := samples.get(id)) is not None:
+        return found
+    pools = [one for one in samples.values() if one.identity.engine_id == id]
+    if len(pools) == 1:
+        return pools[0]
+    if pools:
+        names = ", ".join(one.id for one in pools[:MAX_NAMED_POOLS])
+        raise ApiError(404, "not_found", f"engine {id!r} has {len(pools)} pools", f"ask for one of them: {names}")
+    names = f", as {', '.join(list(samples)[:MAX_NAMED_POOLS])}" if samples else ""
+    raise ApiError(404, "not_found", f"no pool {id!r}", f"GET /v1/engines lists the pools that are known{names}")
 
 
 def _add_engines(app: FastAPI, context: ApiContext) -> None:
@@ -185,7 +194,7 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
         step: Annotated[float | None, Query(description="seconds; 600 points by default")] = None,
     ) -> Response:
         """One metric over time in buckets of `step` seconds."""
-        sample(id)
+        id = sample(id).id
         end = context.clock.wall() if end is None else end
         start = end - DEFAULT_HISTORY_SECONDS if start is None else start
         step = max(context.interval_seconds, (end - start) / DEFAULT_POINTS) if step is None else step
@@ -194,7 +203,9 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
         except KeyError:
             buckets = []
         except ValueError as error:
-            action = f"metric is one of {', '.join(METRICS)}; at most {MAX_POINTS} points"
+            action = f"give Unix seconds, and a step for at most {MAX_POINTS} points"
+            if metric not in METRICS:
+                action = f"metric is one of {', '.join(METRICS)}"
             raise ApiError(400, "bad_request", str(error), action) from error
         points = [
             wire.HistoryPoint(time_unix=one.start_unix, minimum=one.minimum, mean=one.mean, maximum=one.maximum)

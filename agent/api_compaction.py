@@ -70,7 +70,7 @@ def add_compaction(
             )
             _check(wanted)
             reply = await _off_the_loop(crew, lambda: driver.compact(found, compact, who))
-        return json_response(describe_run(id, reply))
+        return json_response(describe_run(found.id, reply))
 
     @app.delete(
         ROUTE, response_model=wire.CompactionSwitch, tags=["compaction"], dependencies=[Depends(require_writer)]
@@ -79,7 +79,7 @@ def add_compaction(
         """The kill switch: forbids moves of live blocks and ends a run under way. `kvatlas compact --on` undoes it."""
         found, who = sample(id), asker(request)
         reply = await _off_the_loop(crew, lambda: driver.switch_off(found, who))
-        return json_response(wire.CompactionSwitch(id=id, moving=reply.on, reason=reply.reason))
+        return json_response(wire.CompactionSwitch(id=found.id, moving=reply.on, reason=reply.reason))
 
     @app.get("/v1/compactions", response_model=wire.CompactionList, tags=["compaction"])
     async def compactions(

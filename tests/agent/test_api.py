@@ -193,6 +193,31 @@ def test_refusals_have_one_shape(world: World, path: str, status: int, error: st
     assert words in body.message
 
 
+def test_an_engine_of_one_pool_goes_by_its_own_id(world: World) -> None:
+    world.history.append(ID, NOW, {"free": 1.0})
+    for route in ("", "/map", "/blocks", "/requests", "/history?metric=free"):
+        answer = world.client.get(f"/v1/engines/engine{route}")
+        assert answer.status_code == 200, route
+        assert answer.json()["id"] == ID, route
+    assert world.client.get("/v1/engines/engine/history?metric=free").json()["points"]
+
+
+def test_an_engine_of_several_pools_does_not(world: World) -> None:
+    other = replace(world.sample, id="engine.dp0.tp1.pp0.kv")
+    world.view = replace(world.view, samples=MappingProxyType({ID: world.sample, other.id: other}))
+    body = error_of(world.client.get("/v1/engines/engine"), 404)
+    assert body.message == "engine 'engine' has 2 pools"
+    assert ID in body.action
+    assert other.id in body.action
+
+
+def test_an_unknown_metric_is_told_which_there_are_once(world: World) -> None:
+    body = error_of(world.client.get(f"/v1/engines/{ID}/history?metric=nonsense"), 400)
+    assert (body.message + body.action).count("strict_fragmentation") == 1
+    body = error_of(world.client.get(f"/v1/engines/{ID}/history?metric=free&from=9&to=1"), 400)
+    assert "strict_fragmentation" not in body.message + body.action
+
+
 def test_a_method_that_is_not_there(world: World) -> None:
     assert error_of(world.client.post("/v1/engines"), 405).error == "method_not_allowed"
 
