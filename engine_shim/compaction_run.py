@@ -21,7 +21,7 @@ from engine_shim.mover import BlockFacts, Drop, Mover, Moves, MoveSwitch, audit,
 log = logging.getLogger(__name__)
 
 # Of the time left in a step, what a chunk is sized for: the rest is for the chunk that takes longer than the last one.
-_USABLE_TIME = 0.7
+_USABLE_TIME = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
