@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from engine_shim.errors import KvatlasError, SettingsError
+from engine_shim.launcher import give_up_output
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _add_demo()
     try:
         status = app(given, prog_name="kvatlas", standalone_mode=False)
+        sys.stdout.flush()  # here, where a disk that is full can still be told
     except SettingsError as error:
         return _complain(str(error), EXIT_USAGE)
     except KvatlasError as error:
@@ -46,9 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output left; nothing is wrong, and nothing more can be said.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up_output()  # its reader left: nothing is wrong, and nothing more can be said
         return 0
+    except SystemExit as leaving:
+        if not isinstance(leaving.__context__, BrokenPipeError):
+            raise
+        give_up_output()  # the same, where typer met it first and made it a failure
+        return 0
+    except OSError as error:
+        give_up_output()
+        return _complain(str(error), EXIT_FAILED)
     except Exception as error:
         describe = getattr(error, "format_message", None)
         if describe is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 from pydantic import ValidationError
@@ -109,7 +109,7 @@ class AgentClient:
             response = self._http.request(method, url, **request)
         except httpx.HTTPError as error:
             raise AgentUnavailable(f"no answer from the agent at {self._base_url}: {_describe(error)}") from error
-        except httpx.InvalidURL as error:
+        except (httpx.InvalidURL, ValueError) as error:  # ValueError: among others, a name that no host can have
             raise AgentUnavailable(f"{self._base_url!r} is not the address of an agent: {error}") from error
         try:
             if response.status_code == httpx.codes.OK:
@@ -119,6 +119,21 @@ class AgentClient:
             what = f"HTTP {response.status_code} at {url} is not an answer of this version's agent"
             raise AgentUnavailable(f"{what}: {error.error_count()} fields differ") from error
         raise AgentRefused(response.status_code, body)
+
+
+def checked_address(url: str) -> str:
+    """The address of an agent as it is; ValueError where it cannot be one. A password in it is not repeated."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")  # fails where a part of the name is too long, or empty
+        httpx.URL(url)
+        problem = "" if parts.scheme in ("http", "https") and host and port != 0 else "it must be http://HOST:PORT"
+    except (ValueError, httpx.InvalidURL) as error:
+        problem = str(error)
+    if problem:
+        raise ValueError(f"KVATLAS_AGENT_URL is no address of an agent ({problem}); give one such as {DEFAULT_URL}")
+    return url
 
 
 def _engine_path(id: str) -> str:

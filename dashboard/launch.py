@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from importlib import resources
 
+from agent.client import DEFAULT_URL, checked_address
 from dashboard.palette import DARK, LIGHT
 
 DEFAULT_LISTEN = "127.0.0.1:8501"
@@ -21,7 +22,8 @@ def streamlit_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the whole environment of a dashboard process.
 
-    `listen` is HOST:PORT ([HOST]:PORT for IPv6); ValueError otherwise. `environment` is the process's own where None.
+    `listen` is HOST:PORT ([HOST]:PORT for IPv6), `agent_url` an http address; ValueError otherwise. `environment` is
+    the process's own where None.
     """
     host, port = split_address(listen)
     # -P keeps the current folder off the module path: a stray agent.py there must not become our agent package.
@@ -31,6 +33,7 @@ def streamlit_command(
     child = dict(os.environ if environment is None else environment)
     if agent_url:
         child["KVATLAS_AGENT_URL"] = agent_url
+    checked_address(child.get("KVATLAS_AGENT_URL") or DEFAULT_URL)
     return command, child
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 import streamlit as st
 
-from agent.client import DEFAULT_URL, AgentClient
+from agent.client import DEFAULT_URL, AgentClient, checked_address
 
 MAP_CELLS = 4096
 HISTORY_POINTS = 600
@@ -30,14 +30,16 @@ class Source:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Source:
+        """ValueError where the agent's address is none: said once at the start, not at each refresh."""
         return cls(
-            agent_url=environment.get("KVATLAS_AGENT_URL") or DEFAULT_URL,
+            agent_url=checked_address(environment.get("KVATLAS_AGENT_URL") or DEFAULT_URL),
             timing=environment.get("KVATLAS_DASHBOARD_TIMING") == "1",
         )
 
     def reason(self, error: Exception) -> str:
         """The text of an error, fit for the page: an address in it loses its user and password."""
-        credentials, at, _ = urlsplit(self.agent_url).netloc.rpartition("@")
+        authority = re.split("[/?#]", self.agent_url.partition("//")[2], maxsplit=1)[0]
+        credentials, at, _ = authority.rpartition("@")
         return str(error).replace(credentials + at, "") if at else str(error)
 
 

@@ -11,10 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import cast
 
 DISTRIBUTIONS = ("kvatlas", "kvatlas-shim")
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")  # as the other commands take a variable that is a switch
 VERSION_HELP = """Usage: kvatlas version [OPTIONS]
@@ -79,9 +81,25 @@ def print_version(*, as_json: bool) -> int:
             "distributions": installed(),
             "python": sys.version.split()[0],
         }
-        print(json.dumps(facts))
-    else:
-        print(f"kvatlas {__version__} (allocation map {MAJOR}.{MINOR})")
+        return _say(json.dumps(facts))
+    return _say(f"kvatlas {__version__} (allocation map {MAJOR}.{MINOR})")
+
+
+def give_up_output() -> None:
+    """Standard output cannot be written to: what is left in its buffer must not fail again when Python ends."""
+    with suppress(OSError):  # it may be no file at all
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _say(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        give_up_output()
+    except OSError as error:
+        give_up_output()
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        return EXIT_FAILED
     return 0
 
 

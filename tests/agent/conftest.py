@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from agent.compaction_model import Decision
 from agent.compaction_record import DatedVerdict
 from agent.compaction_settings import DriverSettings, Scope
 from agent.history import MemoryHistory
+from agent.log import FOREIGN
+from agent.log import ROOT as ROOT_LOGGER
 from agent.model import AgentView, Clock, PoolSample
 from agent.sampler import Sampler
 from engine_shim.layout import COUNTERS, HISTOGRAM_BOUNDS_SECONDS, HISTOGRAMS, NO_GROUP
@@ -78,6 +81,16 @@ class Engine:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+@pytest.fixture
+def loggers() -> Iterator[None]:
+    """Puts the loggers back after a test that sends them elsewhere, as the agent does at its start."""
+    kept = [(one, one.handlers[:], one.propagate, one.level) for one in map(logging.getLogger, (ROOT_LOGGER, *FOREIGN))]
+    yield
+    for logger, handlers, propagate, level in kept:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 class StartEngine(Protocol):

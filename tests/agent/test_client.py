@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from agent.client import AgentClient, AgentRefused, AgentUnavailable
+from agent.client import DEFAULT_URL, AgentClient, AgentRefused, AgentUnavailable, checked_address
 
 Serve = Callable[[int, bytes], str]
 
@@ -63,7 +63,24 @@ def test_a_refusal_keeps_its_three_parts(serve: Serve) -> None:
     assert str(caught.value) == "no such metric (ask for another)"
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://[", "nonsense", "http://host.invalid:1"])
+NO_ADDRESSES = [
+    "",
+    "nonsense",
+    "http://",
+    "http://[",
+    "http://[::1",
+    "http://user:secret@[::1",
+    "http://127.0.0.1:99999",
+    "http://127.0.0.1:-1",
+    f"http://{'a' * 64}.x:1",
+    "http://a..b",
+    "http://\udcff",
+    "http://x\n:1",
+    "ftp://x",
+]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://host.invalid:1", *NO_ADDRESSES])
 def test_no_agent_there(url: str) -> None:
     with AgentClient(url, timeout_seconds=2) as client, pytest.raises(AgentUnavailable):
         client.engines()
@@ -78,3 +95,17 @@ def test_an_agent_that_does_not_answer_in_time() -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with AgentClient(url, timeout_seconds=0.2) as client, pytest.raises(AgentUnavailable, match="no answer"):
             client.engines()
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
+def test_what_is_no_address_is_said_without_its_password(url: str) -> None:
+    with pytest.raises(ValueError, match="KVATLAS_AGENT_URL is no address of an agent") as caught:
+        checked_address(url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", [DEFAULT_URL, "http://[::1]:9477", "https://user:p%40ss@host/kvatlas", "http://\u00e4.de"]
+)
+def test_addresses_are_let_through_as_they_are(url: str) -> None:
+    assert checked_address(url) == url

@@ -63,6 +63,8 @@ def test_wrong_values_are_named_with_their_source(
         ("missing.yaml", None, ["missing.yaml", "No such file"]),
         ("bad.yaml", "a: [", ["bad.yaml cannot be parsed"]),
         ("bad.toml", "a = = 1", ["bad.toml cannot be parsed"]),
+        ("deep.yaml", "[" * 5000, ["deep.yaml cannot be parsed: it is nested too deeply"]),
+        ("deep.toml", "a = " + "[" * 5000, ["deep.toml cannot be parsed: it is nested too deeply"]),
         ("list.yaml", "- 1", ["settings by name"]),
         ("typo.yaml", "intervall: 1", ["intervall in", "not a setting", "interval_seconds"]),
         ("wrong.yaml", "threshold: 3", ["threshold=3 in ", "wrong.yaml", "less than or equal to 1"]),

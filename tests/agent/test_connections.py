@@ -98,7 +98,7 @@ def test_an_agent_with_few_files_serves_and_names_what_it_leaves_out(
 ) -> None:
     """More maps and more idle connections than it may open files: it answers, and says so once."""
     spec = MapSpec(
-        engine_id="",
+        engine_id="e",
         kind="test",
         model="m",
         pool="kv",

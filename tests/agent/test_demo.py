@@ -253,6 +253,8 @@ def test_addresses() -> None:
         free_address("localhost")
     with pytest.raises(SettingsError, match="no such host"):
         free_address("no-such-host.invalid:80")
+    with pytest.raises(SettingsError, match="not a host name"):
+        free_address("a" * 64 + ".x:80")
     with pytest.raises(SettingsError, match="blocks=0 must be above 0"):
         require_positive("blocks", 0)
 

@@ -6,24 +6,18 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
-from agent.log import FOREIGN, MAX_REMEMBERED, MAX_TEXTS, ROOT, EventLog, RepeatFilter, configure_logging
+from agent.log import MAX_REMEMBERED, MAX_TEXTS, EventLog, RepeatFilter, configure_logging
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    """Where everything is logged to; the loggers are put back afterwards."""
-    loggers = [logging.getLogger(name) for name in (ROOT, *FOREIGN)]
-    kept = [(one, one.handlers[:], one.propagate, one.level) for one in loggers]
+def stream(loggers: None) -> io.StringIO:
+    """Where everything is logged to."""
     stream = io.StringIO()
     configure_logging("info", stream)
-    yield stream
-    for logger, handlers, propagate, level in kept:
-        logger.handlers[:], logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    return stream
 
 
 def lines(stream: io.StringIO) -> list[dict[str, object]]:

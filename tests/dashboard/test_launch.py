@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dashboard.launch import split_address, streamlit_command
+from dashboard.source import Source
 
 
 def test_command_keeps_to_itself() -> None:
@@ -50,3 +51,22 @@ def test_a_wrong_address_ends_the_command_with_2() -> None:
     )
     assert result.returncode == 2
     assert result.stderr == "error: 'nowhere' is not an address: give HOST:PORT, as in 127.0.0.1:8501\n"
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "nonsense", f"http://{'a' * 64}.x"])
+def test_an_agent_s_address_is_checked_at_the_start(url: str) -> None:
+    with pytest.raises(ValueError, match="KVATLAS_AGENT_URL is no address"):
+        streamlit_command(agent_url=url, environment={})
+    with pytest.raises(ValueError, match="KVATLAS_AGENT_URL is no address"):
+        streamlit_command(environment={"KVATLAS_AGENT_URL": url})
+    with pytest.raises(ValueError, match="KVATLAS_AGENT_URL is no address"):
+        Source.from_environment({"KVATLAS_AGENT_URL": url})
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:secret@host:1", "http://user:secret@[::1", "http://user:se@cret@host/x@y"]
+)
+def test_an_error_on_the_page_has_no_password(url: str) -> None:
+    told = Source(url, False).reason(OSError(f"no answer from {url}"))
+    assert "cret@" not in told
+    assert "user" not in told
