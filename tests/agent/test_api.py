@@ -318,7 +318,7 @@ def test_faults_are_told_apart_by_their_route(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Paths are the client's to choose, without number."""
-    monkeypatch.setattr("agent.api.presenter.summarize", lambda *_: {}["x"])
+    monkeypatch.setattr("agent.api.presenter.summarize", lambda *_: dict[str, int]()["x"])
     names = [f"pool{index}" for index in range(20)]
     world.view = replace(world.view, samples=MappingProxyType(dict.fromkeys(names, world.sample)))
     for name in names:

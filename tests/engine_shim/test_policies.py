@@ -145,7 +145,7 @@ class OneCopyPolicy(StockPolicy):
         lowest = min(self._cached, default=chosen)
         if lowest >= chosen:
             return Taken([chosen], evicted, [])
-        self._cached = type(self._cached)((chosen if b == lowest else b, None) for b in self._cached)
+        self._cached = type(self._cached)(chosen if b == lowest else b for b in self._cached)
         return Taken([lowest], evicted, [(lowest, chosen)])
 
 
