@@ -10,6 +10,8 @@ from agent.client import AgentRefused
 from agent.wire import AgentStatus, EngineSummary
 from dashboard.wording import duration
 
+HEARTBEAT_LOST_SECONDS = 3.0  # it beats twice a second
+
 Severity = Literal["error", "warning", "info"]
 
 
@@ -85,9 +87,8 @@ def conditions_of(engine: EngineSummary) -> list[Condition]:
         found.append(
             Condition(
                 "error",
-                f"Stalled: {engine.running_requests:,} requests run, yet no step has ended for "
-                f"{duration(engine.last_step_age_seconds)}{because}. The map below shows where it stopped.",
-                f"Take a stack of process {engine.pid} (py-spy dump --pid {engine.pid}) before restarting the engine.",
+                f"Stalled: {engine.reason or 'no step has ended'}. The map below shows where it stopped.",
+                _what_to_do_when_stalled(engine),
             )
         )
     elif engine.state == "sleeping":
@@ -116,6 +117,33 @@ def conditions_of(engine: EngineSummary) -> list[Condition]:
             )
         )
     return found
+
+
+def _what_to_do_when_stalled(engine: EngineSummary) -> str:
+    """By cause: the heartbeat is a thread of its own, which a hung engine keeps and a stopped process loses."""
+    pid = engine.pid
+    if (engine.heartbeat_age_seconds or 0.0) < HEARTBEAT_LOST_SECONDS:
+        return f"It hangs: take a stack of process {pid} (py-spy dump --pid {pid}) before restarting the engine."
+    return f"Resume process {pid}: kill -CONT {pid}. (ps -o stat= -p {pid} says T while it is stopped.)"
+
+
+def most_in_need(engines: Sequence[EngineSummary]) -> EngineSummary | None:
+    """The pool to open the page on: one whose engine hangs, else whose sequences wait, else the most fragmented.
+
+    Pools without a map to show come last, whatever is wrong with them.
+    """
+    return min(engines, key=_calmness, default=None)
+
+
+def _calmness(engine: EngineSummary) -> tuple[bool, bool, bool, bool, float, str]:
+    return (
+        not map_is_meaningful(engine),
+        engine.state == "live",
+        not engine.forecast.admission_blocked,
+        not engine.degraded,
+        -(engine.fragmentation.rate or 0.0),
+        engine.id,
+    )
 
 
 def map_is_meaningful(engine: EngineSummary) -> bool:

@@ -21,7 +21,8 @@ PLOTLY_FOLDER = Path(plotly.__file__).parent / "package_data"
 CONFIG = {
     "displaylogo": False,
     "responsive": True,
-    "scrollZoom": True,
+    "scrollZoom": False,  # the wheel scrolls the page
+    "showTips": False,  # its notice on double-clicks would cover a tile
     "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d"]],
     "doubleClick": "reset",
 }
@@ -34,7 +35,7 @@ def pack(figure: go.Figure, *, plotly_url: str, label: str = "", expires_ms: int
     body = figure.to_dict()
     body |= {"plotly_url": plotly_url, "config": CONFIG, "label": label, "expires_ms": expires_ms}
     text = json.dumps(body, allow_nan=False, separators=(",", ":"), default=np.ndarray.tolist)
-    return gzip.compress(text.encode(), compresslevel=4, mtime=0)
+    return gzip.compress(text.encode(), compresslevel=6, mtime=0)
 
 
 def _asset(name: str) -> str:

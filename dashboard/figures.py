@@ -60,10 +60,15 @@ def block_map(cells: MapCells, theme: Theme, *, incarnation: str) -> go.Figure:
         dragmode="zoom",
         hovermode="closest",
     )
-    figure.update_xaxes(**axis, range=[-0.5, columns - 0.5], showticklabels=False)
+    # Neither zoom nor pan leaves the pool.
+    figure.update_xaxes(
+        **axis, range=[-0.5, columns - 0.5], minallowed=-0.5, maxallowed=columns - 0.5, showticklabels=False
+    )
     figure.update_yaxes(
         **axis,
         range=[rows - 0.5, -0.5],
+        minallowed=-0.5,
+        maxallowed=rows - 0.5,
         tickmode="array",
         tickvals=marks.tolist(),
         ticktext=[f"{row * blocks_per_row:,}" for row in marks],
@@ -88,14 +93,13 @@ def _picture(cells: MapCells, rows: int, columns: int, theme: Theme) -> bytes:
 
 
 def _hover_trace(cells: MapCells, rows: int, columns: int) -> go.Heatmap:
-    """Invisible; customdata is (rows, columns, 2 + states + 1): first and last block, counts by state, references."""
+    """Invisible; customdata is (rows, columns, 3): first and last block, references. Text says what is in the cell."""
     grid = rows * columns
     first = np.arange(cells.cells, dtype=np.int64) * cells.blocks_per_cell
     last = np.minimum(first + cells.blocks_per_cell, cells.total_blocks) - 1
-    counts = cell_counts(cells)
     references = cells.references if cells.references is not None else [0] * cells.cells
-    custom = np.zeros((grid, 3 + len(STATE_ORDER)), dtype=np.int32)
-    custom[: cells.cells] = np.column_stack((first, last, counts.T, references))
+    custom = np.zeros((grid, 3), dtype=np.int32)
+    custom[: cells.cells] = np.column_stack((first, last, references))
     state = np.full(grid, np.nan, dtype=np.float32)  # NaN: no cell there, so no hover either
     state[: cells.cells] = cells.state
     padding = [""] * (grid - cells.cells)
@@ -109,7 +113,7 @@ def _hover_trace(cells: MapCells, rows: int, columns: int) -> go.Heatmap:
         customdata=custom.reshape(rows, columns, -1),
         text=_grid(_words(cells) + padding, columns),
         hovertext=_grid(_ages(cells) + padding, columns),
-        hovertemplate=_hover_template(cells, counts),
+        hovertemplate=_hover_template(cells),
     )
 
 
@@ -119,16 +123,26 @@ def _grid(words: list[str], columns: int) -> NDArray[np.object_]:
 
 
 def _words(cells: MapCells) -> list[str]:
-    """The line of each cell that numbers cannot say: its state where it is one block, and its owner."""
+    """What is in each cell, states that are not left out, and its owner."""
     if cells.owner is None:
         names = ["not in the map"] * cells.cells
     else:
         owners = [*(shortened(owner, OWNER_CHARACTERS) for owner in cells.owners), "nobody"]  # -1 is the last
         names = [owners[i] for i in cells.owner]
     if cells.blocks_per_cell > 1:
-        return names
+        return [f"{mix}<br>owner of most: {name}" for mix, name in zip(_mixes(cells), names, strict=True)]
     states = [_STATE_VALUES[s] if s < len(_STATE_VALUES) else "unknown" for s in cells.state]
     return [f"<b>{state}</b><br>owner {name}" for state, name in zip(states, names, strict=True)]
+
+
+def _mixes(cells: MapCells) -> list[str]:
+    """Blocks of each cell by state, "used 12 · cached 11", without the states that it has none of."""
+    mixes: list[list[str]] = [[] for _ in range(cells.cells)]
+    for name, column in zip(STATE_ORDER, cell_counts(cells).tolist(), strict=True):
+        for mix, blocks in zip(mixes, column, strict=True):
+            if blocks:
+                mix.append(f"{name} {blocks:,}")
+    return [" · ".join(mix) for mix in mixes]
 
 
 def _ages(cells: MapCells) -> list[str]:
@@ -137,18 +151,15 @@ def _ages(cells: MapCells) -> list[str]:
     return [duration(age) for age in cells.age_seconds]
 
 
-def _hover_template(cells: MapCells, counts: NDArray[np.int64]) -> str:
+def _hover_template(cells: MapCells) -> str:
     single = cells.blocks_per_cell == 1
     if single:
         lines = ["block %{customdata[0]:,d}: %{text}"]
     else:
-        lines = ["<b>blocks %{customdata[0]:,d} to %{customdata[1]:,d}</b>"]
-        present = [i for i in range(len(STATE_ORDER)) if counts[i].any()]
-        lines.append(" · ".join(f"{STATE_ORDER[i]} %{{customdata[{2 + i}]:,d}}" for i in present))
-        lines.append("owner of most: %{text}")
+        lines = ["<b>blocks %{customdata[0]:,d} to %{customdata[1]:,d}</b>", "%{text}"]
     if cells.references is not None:
         which = "references" if single else "highest reference count"
-        lines.append(f"{which} %{{customdata[{2 + len(STATE_ORDER)}]:,d}}")
+        lines.append(f"{which} %{{customdata[2]:,d}}")
     if cells.age_seconds is not None:
         lines.append(("last touched" if single else "most recent touch") + " %{hovertext} ago")
     return "<br>".join(lines) + "<extra></extra>"
@@ -207,7 +218,8 @@ def fragmentation_history(rate: History, strict: History, *, threshold: float, t
         uirevision=f"history {rate.id}",
         margin={"l": 44, "r": 10, "t": 26, "b": 22},
         hovermode="x unified",
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "font": {"size": 11}},
+        # On the left: the tool bar comes up on the right.
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.0, "yanchor": "bottom", "font": {"size": 11}},
     )
     axis = {"gridcolor": theme.grid, "zeroline": False, "tickfont": {"size": 11, "color": theme.muted}}
     figure.update_xaxes(**axis, type="date", tickformat="%H:%M:%S", hoverformat="%H:%M:%S UTC")

@@ -8,20 +8,25 @@ from html import escape
 
 from agent.wire import EngineSummary, RequestPage
 from dashboard.palette import STATE_MEANINGS, Theme
-from dashboard.wording import count, duration, power_of_two, rate, share, shortened, size
+from dashboard.wording import NOT_KNOWN, count, duration, power_of_two, rate, share, shortened, size
 
 HOLDERS_SHOWN = 8
+SOON_SECONDS = 60.0  # a forecast below this is coloured
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One headline number. `tone` colours the value: "bad" is above its threshold."""
+    """One headline number. `tone` colours the value: "bad" is above its threshold, "alarm" hurts somebody now.
+
+    `detail_tone` does the same for the detail.
+    """
 
     label: str
     value: str
     detail: str
     help: str
     tone: str = ""
+    detail_tone: str = ""
 
 
 def tiles_of(engine: EngineSummary, threshold: float) -> list[Tile]:
@@ -32,7 +37,6 @@ def tiles_of(engine: EngineSummary, threshold: float) -> list[Tile]:
     run = fragmentation.largest_allocatable_run
     waste = engine.tail_waste_tokens
     held_slots = (engine.blocks.used + engine.blocks.pinned) * engine.block_tokens
-    exhaustion = engine.forecast.exhaustion_seconds
     return [
         Tile(
             "Fragmentation F",
@@ -57,8 +61,8 @@ def tiles_of(engine: EngineSummary, threshold: float) -> list[Tile]:
             "Allocatable",
             f"{count(allocatable)} blocks",
             f"{share(allocatable, engine.usable_blocks)} · {size(allocatable * bytes_each)}"
-            f" · {count(fragmentation.allocatable_runs)} runs",
-            f"Free + cached blocks. New sequences may not take the last {count(engine.headroom_blocks)} (headroom).",
+            f" · headroom {count(engine.headroom_blocks)}",
+            "Free + cached blocks. The headroom is the last of them: running sequences may take it, new ones may not.",
         ),
         Tile(
             "Tail waste",
@@ -66,19 +70,8 @@ def tiles_of(engine: EngineSummary, threshold: float) -> list[Tile]:
             f"{count(waste)} slots · {share(waste, held_slots)} of held" if waste is not None else "not in the map",
             "Token slots of used blocks that hold no token: the last block of each sequence is rarely full.",
         ),
-        Tile(
-            "Exhaustion",
-            f"in {duration(exhaustion)}" if exhaustion is not None else "not in sight",
-            engine.forecast.reason,
-            "When no allocatable block is left if the present trend goes on.",
-            "bad" if exhaustion is not None and exhaustion < 60 else "",
-        ),
-        Tile(
-            "Requests",
-            f"{count(engine.running_requests)} running",
-            f"{count(engine.waiting_requests)} waiting",
-            "As the engine reported with its last step.",
-        ),
+        _exhaustion(engine),
+        _requests(engine),
         Tile(
             "Snapshot age",
             duration(engine.snapshot_age_seconds),
@@ -89,11 +82,41 @@ def tiles_of(engine: EngineSummary, threshold: float) -> list[Tile]:
     ]
 
 
+def _exhaustion(engine: EngineSummary) -> Tile:
+    """What is nearest: new sequences that wait now, the headroom, or the last block."""
+    forecast, help = engine.forecast, "When no block is left, or only the headroom, if the present trend goes on."
+    seconds, headroom = forecast.exhaustion_seconds, forecast.headroom_seconds
+    if engine.state != "live" or not forecast.known:
+        reason = forecast.reason if engine.state == "live" else f"the engine is {engine.state}"
+        return Tile("Exhaustion", NOT_KNOWN, reason, help)
+    if forecast.admission_blocked:
+        return Tile("Exhaustion", "now: new sequences wait", forecast.admission_reason, help, "alarm")
+    reached = headroom is not None and headroom <= 0
+    before = "headroom reached · " if reached else f"headroom in {duration(headroom)} · " if headroom else ""
+    near = min((each for each in (seconds, headroom) if each is not None), default=SOON_SECONDS) < SOON_SECONDS
+    value = "not in sight" if seconds is None else f"in {duration(seconds)}" if seconds > 0 else "now"
+    if seconds is None and reached:
+        value, before = "headroom reached", "a new sequence would wait · "
+    return Tile("Exhaustion", value, before + forecast.reason, help, "bad" if near else "")
+
+
+def _requests(engine: EngineSummary) -> Tile:
+    waiting, grows = f"{count(engine.waiting_requests)} waiting", engine.forecast.queue_grows
+    return Tile(
+        "Requests",
+        f"{count(engine.running_requests)} running",
+        f"{waiting}, and ever more" if grows else waiting,
+        "As the engine reported with its last step.",
+        detail_tone="alarm" if engine.forecast.admission_blocked else "bad" if grows else "",
+    )
+
+
 def tiles_html(tiles: Sequence[Tile]) -> str:
     body = "".join(
         f'<div class="kv-tile" title="{escape(tile.help)}"><div class="kv-label">{escape(tile.label)}</div>'
         f'<div class="kv-value {escape(tile.tone)}">{escape(tile.value)}</div>'
-        f'<div class="kv-detail" title="{escape(tile.detail)}">{escape(tile.detail)}</div></div>'
+        f'<div class="kv-detail {escape(tile.detail_tone)}" title="{escape(tile.detail)}">{escape(tile.detail)}</div>'
+        "</div>"
         for tile in tiles
     )
     return f'<div class="kv-tiles">{body}</div>'
@@ -105,9 +128,12 @@ def states_html(engine: EngineSummary, theme: Theme) -> str:
     named = [(name, getattr(counts, name)) for name in ("used", "cached", "free", "pinned", "reserved")]
     if counts.unknown:
         named.append(("unknown", counts.unknown))
+    words = {name: meaning[0] for name, meaning in STATE_MEANINGS.items()}
+    if engine.oldest_pinned_seconds is not None:
+        words["pinned"] = f"oldest {duration(engine.oldest_pinned_seconds)}"
     rows = "".join(
         f'<tr title="{escape(STATE_MEANINGS[name][1])}"><td><i style="background:{theme.states[name]}"></i>{name}'
-        f"<small>{escape(STATE_MEANINGS[name][0])}</small></td>{_amounts(blocks, engine)}</tr>"
+        f"<small>{escape(words[name])}</small></td>{_amounts(blocks, engine)}</tr>"
         for name, blocks in named
     )
     total = f"<tr class='kv-total'><td>pool</td>{_amounts(engine.total_blocks, engine)}</tr>"

@@ -16,6 +16,8 @@ from dashboard.source import MAP_CELLS, REFRESH_SECONDS, client, source, timed
 MAP_HEIGHT = 456
 POOL_KEY = "pool"  # the chosen pool, in the session and in the page's address
 PAUSE_KEY = "paused"
+# The lower page refreshes more slowly; while this stands, page.css hides it, so that no old number outlives a banner.
+NOTHING_BELOW = '<span class="kv-nothing-below"></span>'
 EXPIRES_MS = round(8 * REFRESH_SECONDS * 1000)
 
 
@@ -35,6 +37,8 @@ def show_pool(theme: Theme) -> None:
                 st.info("**Paused.** The page shows the pool as it was when it was paused. Switch off to go on.")
             for condition in trouble or _conditions(listing, engine, chosen):
                 show_condition(condition)
+            if engine is None:
+                st.html(NOTHING_BELOW)
         if listing is not None and engine is not None:
             _engine(engine, listing.agent.threshold, theme)
 
@@ -65,7 +69,8 @@ def _pick(engines: Sequence[EngineSummary]) -> str | None:
     known = [engine.id for engine in engines]
     chosen = st.session_state.get(POOL_KEY) or st.query_params.get(POOL_KEY)
     if chosen is None and known:
-        chosen = next((engine.id for engine in engines if engine.state == "live"), known[0])
+        worst = conditions.most_in_need(engines)
+        chosen = worst.id if worst else None
     options = sorted({*known, chosen} if chosen else known)
     if not options:
         return None
@@ -103,7 +108,9 @@ def _engine(engine: EngineSummary, threshold: float, theme: Theme) -> None:
         st.html(
             widgets.heading_html("Blocks by state")
             + widgets.states_html(engine, theme)
-            + widgets.heading_html("Allocatable runs", "how many, by length in blocks")
+            + widgets.heading_html(
+                "Allocatable runs", f"{engine.fragmentation.allocatable_runs:,}, by length in blocks"
+            )
             + widgets.runs_html(engine.fragmentation.run_length_histogram)
         )
     with left.container(key="map_box"):
@@ -115,6 +122,7 @@ def _block_map(engine: EngineSummary, theme: Theme) -> None:
         cells = client().map(engine.id, cells=MAP_CELLS)
     except AgentUnavailable as error:
         show_condition(conditions.unreachable(source().reason(error)))
+        st.html(NOTHING_BELOW)
         return
     except AgentRefused as error:
         show_condition(conditions.refused(error))

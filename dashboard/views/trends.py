@@ -32,7 +32,8 @@ def show_trends(theme: Theme) -> None:
             listing = client().engines()
             engine = next((engine for engine in listing.engines if engine.id == pool), None)
             if engine is not None:
-                _trends(engine, listing.agent, theme)
+                with st.container(key="lower"):
+                    _trends(engine, listing.agent, theme)
         except (AgentUnavailable, AgentRefused) as error:
             st.html(widgets.note_html(f"No trends: {source().reason(error)}"))
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 import dashboard
+from agent.client import AgentClient
 from dashboard import figure_component
 
 APP = Path(dashboard.__file__).parent / "app.py"
-RERUNS = 300
+WARM_UP = 20
+REFRESHES = 30
+KEPT_BYTES = 20_000
 
 
 @pytest.fixture
@@ -79,7 +84,9 @@ def test_a_live_pool_is_shown_whole(app: Callable[..., AppTest], watched: tuple[
     assert not test.exception
     assert not test.error
     assert test.selectbox[0].options == [pool.id for pool in pools]
-    assert test.selectbox[0].value == pools[0].id
+    with AgentClient(url) as client:
+        rates = {engine.id: engine.fragmentation.rate or 0.0 for engine in client.engines().engines}
+    assert test.selectbox[0].value == max(rates, key=lambda id: rates[id])  # the worst of them
     html = html_of(test)
     for words in ("Fragmentation F", "F, free alone", "Largest run", "Tail waste", "Exhaustion", "Snapshot age"):
         assert words in html
@@ -91,7 +98,7 @@ def test_the_choice_stays_over_refreshes_and_is_in_the_address(
     app: Callable[..., AppTest], watched: tuple[str, list[Any]]
 ) -> None:
     url, pools = watched
-    test = app(url)
+    test = app(url, pool=pools[0].id)
     test.selectbox[0].select(pools[1].id).run()
     assert test.query_params["pool"] in (pools[1].id, [pools[1].id])
     for _ in range(3):
@@ -136,20 +143,15 @@ def test_the_charts_keep_their_identity(app: Callable[..., AppTest], watched: tu
     assert len(set(before)) == 2
 
 
-def test_memory_stays_flat_over_many_refreshes(app: Callable[..., AppTest], watched: tuple[str, list[Any]]) -> None:
+def test_memory_stays_flat_over_many_refreshes(watched: tuple[str, list[Any]]) -> None:
+    """Counted in a process of its own, since this one is no quiet place. Tens of KB are sent: kept, they are seen."""
     url, _ = watched
-    test = app(url)
-    process = psutil.Process()
-    resident: list[int] = []
-    for turn in range(RERUNS):
-        test.run()
-        if turn % 50 == 49:
-            resident.append(process.memory_info().rss)
-    # What a refresh sends is about 100 KB here: kept, it would be 15 MB from the third mark to the last.
-    growth = resident[-1] - resident[2]
-    assert growth < 6_000_000, f"resident bytes at each 50th refresh: {resident}"
-    kept = [bytes([turn % 256]) * 100_000 for turn in range(RERUNS // 2)]
-    assert process.memory_info().rss - resident[-1] > 6_000_000, f"{len(kept)} kept refreshes would go unseen"
+    script = Path(__file__).parent / "refreshing_process.py"
+    command = [sys.executable, "-P", str(script), url, str(WARM_UP), str(REFRESHES), str(KEPT_BYTES)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    usual, with_a_leak = (growth / REFRESHES for growth in json.loads(ran.stdout))
+    assert usual < KEPT_BYTES / 2 < with_a_leak, f"bytes held a refresh: {usual:.0f}, with a leak {with_a_leak:.0f}"
 
 
 def test_the_script_of_the_charts_is_our_own_copy() -> None:

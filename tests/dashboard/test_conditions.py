@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from agent.client import AgentClient, AgentRefused, AgentUnavailable
-from agent.wire import AgentStatus, EngineSummary, ErrorBody
+from agent.wire import AgentStatus, EngineSummary, ErrorBody, Forecast
 from dashboard import conditions
 from dashboard.source import Source
 
@@ -34,7 +35,11 @@ def test_a_live_engine_has_no_banner(summary: Summary) -> None:
             {"state": "stale", "snapshot_age_seconds": 12.0}, "error", "nothing new for 12 s", True, id="stale"
         ),
         pytest.param(
-            {"state": "stalled", "last_step_age_seconds": 7.0}, "error", "no step has ended", True, id="stalled"
+            {"state": "stalled", "reason": "5 requests run and no step has ended for 7 s"},
+            "error",
+            "Stalled: 5 requests run and no step has ended for 7 s. The map below",
+            True,
+            id="stalled",
         ),
         pytest.param({"state": "sleeping"}, "info", "given its KV memory back", False, id="sleeping"),
         pytest.param({"state": "gone", "reason": "killed"}, "error", "Engine gone (killed)", False, id="gone"),
@@ -51,6 +56,37 @@ def test_each_condition_says_what_and_what_to_do(
     assert says in condition.what
     assert condition.action.endswith(".")
     assert conditions.map_is_meaningful(engine) is drawn
+
+
+def test_a_stopped_process_is_resumed_and_a_hung_one_looked_into(summary: Summary) -> None:
+    hung, stopped = (
+        conditions.conditions_of(summary(state="stalled", heartbeat_age_seconds=age))[0].action for age in (0.4, 6.0)
+    )
+    assert "py-spy dump --pid 4242" in hung
+    assert "kill -CONT" not in hung
+    assert stopped.startswith("Resume process 4242: kill -CONT 4242.")
+    assert "py-spy" not in stopped
+
+
+def test_the_page_opens_on_the_pool_most_in_need(summary: Summary) -> None:
+    def pool(id: str, rate: float | None = 0.1, **changes: Any) -> EngineSummary:
+        return summary(id=id, fragmentation=summary().fragmentation.model_copy(update={"rate": rate}), **changes)
+
+    blocked = Forecast(exhaustion_seconds=None, reason="", admission_blocked=True)
+    ranked = [
+        pool("stalled", state="stalled"),
+        pool("waits", forecast=blocked),
+        pool("degraded", degraded=True),
+        pool("scattered", 0.9),
+        pool("a-calm", 0.1),
+        pool("b-calm", 0.1),
+        pool("full", None),
+        pool("gone", 0.99, state="gone"),
+    ]
+    for index in range(len(ranked)):
+        worst = conditions.most_in_need(ranked[index:][::-1])
+        assert worst is ranked[index]
+    assert conditions.most_in_need([]) is None
 
 
 def test_degraded_stands_beside_the_state(summary: Summary) -> None:

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 from agent.wire import History, HistoryPoint, MapCells
-from dashboard.figure_component import pack
+from dashboard.figure_component import CONFIG, pack
 from dashboard.figures import block_map, cell_counts, columns_of, fragmentation_history
-from dashboard.palette import DARK, LIGHT, STATE_ORDER
+from dashboard.palette import DARK, LIGHT
 
 Cells = Callable[..., MapCells]
 
@@ -62,17 +62,32 @@ def test_hover_carries_range_mix_and_references_of_each_cell(cells: Cells) -> No
     states = np.random.default_rng(5).integers(0, 5, 10_007).astype(np.uint8)
     wire_cells = cells(states)
     trace = draw(wire_cells).data[0]
-    custom = np.asarray(trace.customdata).reshape(-1, 3 + len(STATE_ORDER))
+    custom = np.asarray(trace.customdata).reshape(-1, 3)
+    text = np.asarray(trace.text).ravel().tolist()
     for cell in (0, 17, wire_cells.cells - 1):
         start, end = 3 * cell, min(3 * cell + 3, len(states))
         assert custom[cell, :2].tolist() == [start, end - 1]
-        by_name = dict(zip(STATE_ORDER, custom[cell, 2:-1].tolist(), strict=True))
+        by_name = dict(part.split(" ") for part in text[cell].partition("<br>")[0].split(" · "))
         for value, name in enumerate(("free", "cached", "used", "pinned", "reserved")):
-            assert by_name[name] == (states[start:end] == value).sum()
+            assert int(by_name.pop(name, 0)) == (states[start:end] == value).sum()
+        assert by_name == {}
         assert wire_cells.references is not None
         assert custom[cell, -1] == wire_cells.references[cell]
-    assert "unknown" not in trace.hovertemplate
-    assert np.asarray(trace.text).ravel()[:3].tolist() == ["nobody", "request-a", "request-b"]
+    assert [words.rpartition(": ")[2] for words in text[:3]] == ["nobody", "request-a", "request-b"]
+
+
+def test_hover_leaves_out_states_that_a_cell_has_none_of(cells: Cells) -> None:
+    states = np.repeat(np.array([2, 0], dtype=np.uint8), [1500, 500])
+    text = np.asarray(draw(cells(states, cells=2)).data[0].text).ravel().tolist()
+    assert text == ["used 1,000<br>owner of most: nobody", "used 500 · free 500<br>owner of most: request-a"]
+
+
+def test_zoom_and_pan_stay_inside_the_pool(cells: Cells) -> None:
+    layout = draw(cells(np.zeros(1000, np.uint8))).layout
+    for axis, length in ((layout.xaxis, 32), (layout.yaxis, 32)):
+        assert (axis.minallowed, axis.maxallowed) == (-0.5, length - 0.5)
+        assert sorted(axis.range) == [axis.minallowed, axis.maxallowed]
+    assert CONFIG["scrollZoom"] is False
 
 
 def test_hover_of_a_single_block_names_its_state(cells: Cells) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from agent.wire import BlockCounts, EngineSummary, Forecast, Fragmentation, Request, RequestPage
 from dashboard import widgets
@@ -18,7 +21,7 @@ def tile(engine: EngineSummary, label: str) -> widgets.Tile:
 def test_absolute_sizes_stand_beside_rates(summary: Summary) -> None:
     run, allocatable, waste = (tile(summary(), name) for name in ("Largest run", "Allocatable", "Tail waste"))
     assert (run.value, run.detail) == ("250 blocks", "4,000 tokens · 250 MiB")
-    assert (allocatable.value, allocatable.detail) == ("500 blocks", "50.1 % · 500 MiB · 7 runs")
+    assert (allocatable.value, allocatable.detail) == ("500 blocks", "50.1 % · 500 MiB · headroom 100")
     assert (waste.value, waste.detail) == ("50.0 MiB", "800 slots · 10.0 % of held")
 
 
@@ -48,6 +51,73 @@ def test_exhaustion_comes_with_its_reason(summary: Summary) -> None:
     assert tile(summary(), "Exhaustion").detail == "falling by 2 blocks a second"
     calm = summary(forecast=Forecast(exhaustion_seconds=None, reason="steady"))
     assert (tile(calm, "Exhaustion").value, tile(calm, "Exhaustion").detail) == ("not in sight", "steady")
+
+
+@pytest.mark.parametrize(
+    ("forecast", "value", "detail", "tone"),
+    [
+        pytest.param(
+            {"headroom_seconds": 0.0, "admission_blocked": True, "admission_reason": "137 wait; 0 blocks above it"},
+            "now: new sequences wait",
+            "137 wait; 0 blocks above it",
+            "alarm",
+            id="blocked",
+        ),
+        pytest.param(
+            {"headroom_seconds": 0.0},
+            "headroom reached",
+            "a new sequence would wait · why",
+            "bad",
+            id="at the headroom",
+        ),
+        pytest.param(
+            {"exhaustion_seconds": 300.0, "headroom_seconds": 50.0},
+            "in 5 min",
+            "headroom in 50 s · why",
+            "bad",
+            id="headroom soon",
+        ),
+        pytest.param(
+            {"exhaustion_seconds": 300.0, "headroom_seconds": 0.0},
+            "in 5 min",
+            "headroom reached · why",
+            "bad",
+            id="beyond the headroom",
+        ),
+        pytest.param({"exhaustion_seconds": 90.0}, "in 1 min 30 s", "why", "", id="falling"),
+        pytest.param({"exhaustion_seconds": 0.0}, "now", "why", "bad", id="nothing left"),
+        pytest.param({"known": False}, "—", "why", "", id="too few samples"),
+    ],
+)
+def test_exhaustion_says_what_is_nearest(
+    summary: Summary, forecast: dict[str, Any], value: str, detail: str, tone: str
+) -> None:
+    found = tile(summary(forecast=Forecast(**({"exhaustion_seconds": None, "reason": "why"} | forecast))), "Exhaustion")
+    assert (found.value, found.detail, found.tone) == (value, detail, tone)
+
+
+@pytest.mark.parametrize("state", ["stalled", "stale", "gone", "unreadable"])
+def test_an_engine_that_does_not_go_on_has_no_forecast(summary: Summary, state: str) -> None:
+    blocked = Forecast(exhaustion_seconds=3.0, reason="falls", admission_blocked=True, admission_reason="they wait")
+    found = tile(summary(state=state, forecast=blocked), "Exhaustion")
+    assert (found.value, found.detail, found.tone) == ("—", f"the engine is {state}", "")
+
+
+def test_a_queue_is_coloured_where_it_grows_or_waits_for_blocks(summary: Summary) -> None:
+    fields_of_each: list[dict[str, Any]] = [{}, {"queue_grows": True}, {"queue_grows": True, "admission_blocked": True}]
+    calm, grows, blocked = (
+        tile(summary(forecast=Forecast(exhaustion_seconds=None, reason="", **fields)), "Requests")
+        for fields in fields_of_each
+    )
+    assert (calm.detail, calm.detail_tone) == ("1 waiting", "")
+    assert (grows.detail, grows.detail_tone) == ("1 waiting, and ever more", "bad")
+    assert blocked.detail_tone == "alarm"
+    assert '<div class="kv-detail alarm"' in widgets.tiles_html([blocked])
+
+
+def test_the_age_of_the_oldest_pin_is_in_its_row(summary: Summary) -> None:
+    assert "pinned<small>oldest 2.0 s</small>" in widgets.states_html(summary(), LIGHT)
+    assert "pinned<small>in transfer</small>" in widgets.states_html(summary(oldest_pinned_seconds=None), LIGHT)
 
 
 def test_legend_shows_five_states_and_the_unknown_only_where_there_are_any(summary: Summary) -> None:

@@ -14,6 +14,22 @@ from playwright.sync_api import expect
 pytestmark = pytest.mark.browser
 
 
+# In each frame of the browser: does the banner stand while the lower page still shows what it showed before?
+WATCH_FOR_OLD_NUMBERS = """history => {
+    window.framesBefore = window.framesWithBanner = window.oldSeen = 0;
+    const seen = selector => [...document.querySelectorAll(selector)].some(node => node.checkVisibility());
+    const look = () => {
+        const banner = document.querySelector(".st-key-banners")?.textContent.includes("Agent unreachable");
+        const lower = seen(history) && seen(".st-key-lower .kv-table");
+        if (!banner && lower) window.framesBefore += 1;
+        if (banner) window.framesWithBanner += 1;
+        if (banner && (seen(history) || seen(".st-key-lower .kv-table"))) window.oldSeen += 1;
+        requestAnimationFrame(look);
+    };
+    look();
+}"""
+
+
 def test_banners_of_an_engine(stage: Any, window: Callable[..., Any]) -> None:
     pool = stage.pool("gamma", 300)
     pool.send("churn 5")
@@ -25,6 +41,11 @@ def test_banners_of_an_engine(stage: Any, window: Callable[..., Any]) -> None:
 
     pool.send("stall")
     expect(alerts).to_contain_text("Stalled")
+    expect(alerts).to_contain_text(f"py-spy dump --pid {pool.process.pid}")
+    os.kill(pool.process.pid, signal.SIGSTOP)
+    expect(alerts).to_contain_text(f"kill -CONT {pool.process.pid}")
+    os.kill(pool.process.pid, signal.SIGCONT)
+    expect(alerts).to_contain_text("py-spy dump")
     expect(page.locator(".kv-heading").first).to_contain_text("stalled, not the present")
     pool.send("hold")
     expect(alerts).to_have_count(0)
@@ -56,8 +77,13 @@ def test_a_stopped_agent_leaves_no_old_chart(stage: Any, window: Callable[..., A
     stage.pool("delta", 300).send("run")
     expect(alerts).to_have_count(0)
     expect(page.locator(opened.MAP)).to_have_count(1)
+    expect(page.locator(opened.HISTORY)).to_be_visible()
+    page.evaluate(WATCH_FOR_OLD_NUMBERS, opened.HISTORY)
     home_agent[1].terminate()
     expect(alerts).to_contain_text("Agent unreachable")
+    page.wait_for_function("() => window.framesWithBanner > 3")
+    assert page.evaluate("() => window.oldSeen") == 0
+    assert page.evaluate("() => window.framesBefore") > 0  # the watch does see them
     expect(page.locator(opened.MAP)).to_have_count(0)
     expect(page.locator(opened.HISTORY)).to_have_count(0)
     stage.agent(port=httpx.URL(home_agent[0]).port, interval_seconds="0.2")
