@@ -85,6 +85,8 @@ class Follower:
     _publish: Silence = field(default_factory=Silence)
     _reading: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _let_go: bool = False
+    _previous_failures: tuple[int, int, int] | None = None  # incarnation, sequence, failed allocations
+    _refused: bool = False
     _previous_tokens: tuple[float, int, int] | None = None  # time, incarnation, tokens written
 
     def poll(
@@ -304,7 +306,7 @@ class Follower:
             waste=waste,
             oldest_pinned_seconds=oldest_pinned(snapshot, now_unix),
             forecast=self._forecast(judgement, snapshot.identity.headroom_blocks),
-            admission=_admission(judgement, snapshot, report),
+            admission=_admission(judgement, snapshot, report, self._was_refused(snapshot)),
             queue_grows=judgement.state == "live" and self._queue_grows(),
             tokens_per_second=rate,
             torn_reads=self._torn_reads,
@@ -318,6 +320,16 @@ class Follower:
         _, cached = self.history.recent(self.found.id, "cached", FORECAST_WINDOW_SECONDS)
         return forecast_exhaustion(times, free + cached, headroom_blocks)
 
+    def _was_refused(self, snapshot: MapSnapshot) -> bool:
+        """Whether the engine asked for blocks in vain between two snapshots; as before where none is new."""
+        now = (snapshot.identity.incarnation, snapshot.sequence, snapshot.counters.get("allocation_failures", 0))
+        previous, self._previous_failures = self._previous_failures, now
+        if previous is None or previous[0] != now[0]:
+            self._refused = False
+        elif previous[1] != now[1]:
+            self._refused = now[2] > previous[2]
+        return self._refused
+
     def _queue_grows(self) -> bool:
         return queue_grows(*self.history.recent(self.found.id, "waiting_requests", QUEUE_WINDOW_SECONDS))
 
@@ -330,7 +342,7 @@ class Follower:
         return (now[2] - previous[2]) / (now[0] - previous[0])
 
 
-def _admission(judgement: Judgement, snapshot: MapSnapshot, report: FragmentationReport) -> Admission:
+def _admission(judgement: Judgement, snapshot: MapSnapshot, report: FragmentationReport, refused: bool) -> Admission:
     if judgement.state != "live":
         return NOT_BLOCKED
     return judge_admission(
@@ -340,4 +352,5 @@ def _admission(judgement: Judgement, snapshot: MapSnapshot, report: Fragmentatio
         used_blocks=report.used_blocks,
         running=snapshot.running_requests,
         waiting=snapshot.waiting_requests,
+        refused=refused,
     )

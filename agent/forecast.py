@@ -71,16 +71,24 @@ def forecast_exhaustion(
 
 
 def judge_admission(
-    *, allocatable_blocks: int, headroom_blocks: int, usable_blocks: int, used_blocks: int, running: int, waiting: int
+    *,
+    allocatable_blocks: int,
+    headroom_blocks: int,
+    usable_blocks: int,
+    used_blocks: int,
+    running: int,
+    waiting: int,
+    refused: bool = False,
 ) -> Admission:
-    """Whether waiting requests wait for blocks: too few are left beside the headroom for a sequence of usual size.
+    """Whether waiting requests wait for blocks: the engine was just refused some (`refused`, by its own count), or too
+    few are left beside the headroom for a sequence of usual size.
 
     Usual is what a running sequence holds on the average, at least NARROW_SHARE and at most WIDEST_SHARE of the pool.
     Otherwise they wait for something else, such as the engine's limit of sequences, which the map does not tell.
     """
     spare = allocatable_blocks - headroom_blocks
     usual = min(max(NARROW_SHARE * usable_blocks, used_blocks / max(running, 1)), WIDEST_SHARE * usable_blocks)
-    if waiting <= 0 or spare > usual:
+    if waiting <= 0 or (spare > usual and not refused):
         return NOT_BLOCKED
     left = f"{spare:,} blocks above" if spare >= 0 else f"{-spare:,} blocks short of"
     return Admission(True, f"{waiting:,} wait; {left} the headroom of {headroom_blocks:,}")

@@ -151,6 +151,7 @@ class Scheduler:
         # As in vLLM, the whole prompt must fit, not only its first chunk: else prefills preempt each other.
         needed = self._blocks_for(sequence.length) - len(hits) + pool.num_unreferenced(hits)
         if not pool.can_allocate(needed, new_sequence=first_time):
+            self._observer.counted("allocation_failures")  # once a step, as an engine that asks its pool counts it
             return None
         if not sequence.owner:
             # Not before it holds blocks: a long queue would take every slot of the map's table from those that run.

@@ -108,6 +108,13 @@ def test_one_giant_does_not_explain_every_wait() -> None:
     assert not judge_admission(allocatable_blocks=201, **pool).blocked
 
 
+def test_a_refusal_tells_that_one_waits_for_blocks_however_many_are_left() -> None:
+    pool = {"allocatable_blocks": 600, "headroom_blocks": 100, "usable_blocks": 1000, "used_blocks": 300, "running": 9}
+    assert judge_admission(**pool, waiting=2, refused=True).reason == "2 wait; 500 blocks above the headroom of 100"
+    assert not judge_admission(**pool, waiting=2, refused=False).blocked
+    assert not judge_admission(**pool, waiting=0, refused=True).blocked
+
+
 def test_a_queue_grows_where_its_trend_rises() -> None:
     assert queue_grows(SECONDS[:30], 3 * SECONDS[:30])
     assert not queue_grows(SECONDS[:30], 90 - 3 * SECONDS[:30])

@@ -363,6 +363,12 @@ def test_tokens_per_second_and_forecast(start_engine: Start, make_sampler: MakeS
     assert sample.forecast.seconds == pytest.approx(850 / 5, rel=0.05)
     assert sample.queue_grows
     assert not sample.admission.blocked  # there is room: they wait for something else
+    engine.counted("allocation_failures")
+    engine.step_ended(1, 14)
+    for _ in range(2):  # nothing new is known at the second look
+        assert sampler.tick().samples[engine.id].admission.blocked
+    engine.step_ended(1, 14)
+    assert not sampler.tick().samples[engine.id].admission.blocked
     engine.allocated(list(range(150, 990)))
     engine.step_ended(1, 14)
     full = sampler.tick().samples[engine.id]
