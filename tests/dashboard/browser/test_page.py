@@ -72,7 +72,7 @@ def test_a_recorded_trace_is_watched_live(
     transfers = ["--transfer-dir", str(tmp_path), "--transfer-every", "8", "--transfer-rate", "8000000"]
     size = ["--blocks", "91200" if update else "16000", "--speed", "2" if update else "6"]
     size += ["--model-geometry", "stories260K"]
-    pool = stage.engine("demo-vllm", "--trace", "mooncake-conversation", *size, *transfers)
+    pool = stage.engine("demo-vllm", "--policy", "vllm", "--trace", "mooncake-conversation", *size, *transfers)
     agent_url, _ = stage.agent()
     home, _ = stage.dashboard(agent_url)
     opened = window(home)
