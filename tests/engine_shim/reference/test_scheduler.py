@@ -63,6 +63,20 @@ def test_new_sequences_leave_the_headroom_and_running_ones_take_it(make_engine: 
     assert third.status is Status.WAITING
 
 
+def test_a_refused_admission_is_counted_once_a_step(
+    make_engine: EngineMaker, state_observer: Callable[[int], Any]
+) -> None:
+    observer = state_observer(41)
+    engine = make_engine(blocks=41, headroom=0.25, prefix_cache=False, observer=observer)
+    queue(engine, TraceRequest(0, 0.0, 240, 90))
+    engine.step()
+    assert "allocation_failures" not in observer.counts
+    queue(engine, TraceRequest(1, 0.0, 320, 2), TraceRequest(2, 0.0, 320, 2))
+    for step in (1, 2, 3):
+        engine.step()
+        assert observer.counts["allocation_failures"] == step
+
+
 def test_the_latest_arrival_is_preempted_and_computed_anew(make_engine: EngineMaker) -> None:
     engine = make_engine(blocks=21, headroom=0.0, prefix_cache=False)  # 20 usable
     first, second = queue(engine, TraceRequest(0, 0.0, 150, 60), TraceRequest(1, 0.0, 150, 60))
