@@ -3,11 +3,12 @@
 Three pools of vLLM's own class, of 100,000 blocks each: bare, with vLLM's KVCacheMetricsCollector at its default of
 1 %, and with our hooks on and everything observed: each call journaled, all columns, counts, histograms and events
 published to a real map at the end of each step. All live through the same random lifetimes first. Then rounds of one
-batch each alternate in an order that turns; the result is the median over the rounds of ours / vLLM's, in CPU time of the one thread, which a busy machine disturbs least. One operation
-gets k blocks and frees the oldest k of those held, where half the pool is held. A publish costs much the same for few
-operations as for many, so the steps' length matters: at 256 running sequences and 16-token blocks a step grows 16
-tables and turns over a few more; the bars are judged at 32 operations a step. Rows with `hashed` free blocks that carry
-a hash, so that each get evicts: there vLLM itself does more as well.
+batch each alternate in an order that turns; the result is the median over the rounds of ours / vLLM's, in CPU time of
+the one thread, which a busy machine disturbs least. One operation gets k blocks and frees the oldest k of those held,
+where half the pool is held. A publish costs much the same for few operations as for many, so the steps' length matters:
+at 256 running sequences and 16-token blocks a step grows 16 tables and turns over a few more; the bars are judged at 32
+operations a step. In rows marked `hashed` the blocks carry hashes when freed, so that each get evicts, and vLLM itself
+does more as well.
 
     python benchmarks/vllm_observer.py [--rounds 31] [--json FILE]
 
@@ -187,10 +188,11 @@ def main() -> int:
     print(f"{'blocks':>7} {'a step':>7} {'hashed':>7} {'bare':>8} {'1 %':>8} {'ours':>8} {'ratio':>6}    quartiles bar")
     for row in result["rows"]:
         low, high = row["ratio_quartiles"]
+        missed = " MISSED" if row["met"] is False else ""
         print(
             f"{row['blocks']:>7} {row['step_operations']:>7} {'yes' if row['hashed'] else 'no':>7} "
-            f"{row['bare_microseconds']:>8.2f} {row['residency_microseconds']:>8.2f} {row['ours_microseconds']:>8.2f} "
-            f"{row['ratio']:>6.2f} {low:>6.2f}-{high:<5.2f} {row['bar'] or ''}{' MISSED' if row['met'] is False else ''}"
+            f"{row['bare_microseconds']:>8.2f} {row['residency_microseconds']:>8.2f} "
+            f"{row['ours_microseconds']:>8.2f} {row['ratio']:>6.2f} {low:>6.2f}-{high:<5.2f} {row['bar'] or ''}{missed}"
         )
     if options.json:
         options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")

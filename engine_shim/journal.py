@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 
 from engine_shim.layout import HISTOGRAM_BOUNDS_SECONDS, BlockState, EventKind
 
-WROTE = 0  # beside the event kinds: tokens were written; makes no event
+# Beside the event kinds, and making no events:
+WROTE = 0  # tokens were written
+HELD = max(EventKind) + 1  # a block in use names another holder from now on
 
 Entry = tuple[int, Sequence[int], int, int, int, int]
 """kind, blocks, owner, first position, extra (group; or state after an unpin), time in ns."""
 
-_KINDS = max(EventKind) + 1
+_KINDS = HELD + 1
 
 
 def _table(values: dict[EventKind, int], default: int = 0) -> NDArray[np.int64]:
@@ -53,6 +55,7 @@ REFERENCES_AFTER = _table(
 )
 REFERENCES_ADDED = _table({_E.SHARE: 1, _E.UNSHARE: -1})
 TAKES_OWNER = _table({_E.ALLOCATE: 1, _E.REUSE: 1}).astype(bool)
+TAKES_OWNER[HELD] = True
 LOSES_OWNER = _table({_E.FREE: 1, _E.CACHE: 1, _E.EVICT: 1}).astype(bool)
 EMPTIES = _table({_E.ALLOCATE: 1, _E.FREE: 1, _E.EVICT: 1}).astype(bool)
 TOUCHES = _table({_E.ALLOCATE: 1, _E.REUSE: 1, _E.SHARE: 1, _E.UNSHARE: 1, _E.FREE: 1, _E.CACHE: 1, _E.PIN: 1}).astype(

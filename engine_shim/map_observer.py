@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine_shim import layout
 from engine_shim.errors import KvatlasError
 from engine_shim.folders import writer_folder
-from engine_shim.journal import WROTE
+from engine_shim.journal import HELD, WROTE
 from engine_shim.layout import BlockState, EventKind
 from engine_shim.map_writer import MapSpec, MapWriter
 from engine_shim.publisher import StepJournal, StepPublisher
@@ -126,6 +126,13 @@ class MapObserver:
 
     def reserved(self, blocks: Sequence[int]) -> None:
         self._record(_RESERVE, blocks)
+
+    def held_by(self, blocks: Sequence[int], owner: int, position: int = 0, group: int = 0) -> None:
+        """Blocks in use name this holder from now on, where the one they named has left. Nothing else changes."""
+        if self._on:
+            self._journal.append((HELD, blocks, owner, position, group, self._clock_ns()))
+            if len(self._journal) >= MAX_ENTRIES:
+                self.publish()
 
     def wrote(self, blocks: Sequence[int], block_tokens: Sequence[int], new_tokens: int) -> None:
         if self._on:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_shim import journal, layout
-from engine_shim.journal import WROTE, Batch, Entry
+from engine_shim.journal import HELD, WROTE, Batch, Entry
 from engine_shim.layout import COUNTERS, EventKind
 from engine_shim.map_writer import MapWriter
 from engine_shim.text import fit
@@ -280,8 +280,8 @@ class StepPublisher:
     def _write_events(self, batch: Batch) -> None:
         starts, lengths, downwards = journal.event_runs(batch)
         kinds = batch.kind.take(starts)
-        if WROTE in batch.entry_kind:
-            keep = kinds != WROTE
+        if WROTE in batch.entry_kind or HELD in batch.entry_kind:
+            keep = (kinds != WROTE) & (kinds != HELD)
             starts, lengths, downwards, kinds = starts[keep], lengths[keep], downwards[keep], kinds[keep]
         entry = batch.entry.take(starts)
         other = batch.entry_extra.take(entry)

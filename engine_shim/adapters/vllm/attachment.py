@@ -32,6 +32,10 @@ class Attachment:
         self._environment = environment
         self._audit_steps = whole_number(environment, "KVATLAS_AUDIT_STEPS", AUDIT_STEPS)
         self._steps = 0
+        self._counts: Mapping[str, int] | None = None  # tokens by request of a step that is not shown yet
+        self._running_shown = 0
+        # vLLM asks for this in each step, right after it has started the forward pass.
+        self._sees_dispatch = callable(getattr(scheduler, "get_grammar_bitmask", None))
         self._asked_off = ""
         self._loading: dict[str, Any] = {}  # requests whose blocks a connector is filling
 
@@ -95,7 +99,9 @@ class Attachment:
         for watched in self.pools:
             watched.install(self.hooks)
         wrap(scheduler, "schedule", self._around_schedule)
-        wrap(scheduler, "update_from_output", self._after(lambda *_, **__: self._show_if_idle()))
+        wrap(scheduler, "update_from_output", self._after(lambda *_, **__: self._output_processed()))
+        if self._sees_dispatch:
+            wrap(scheduler, "get_grammar_bitmask", self._after(lambda *_, **__: self._show_step()))
         wrap(scheduler, "finish_requests", self._after(lambda *_, **__: self._show_if_idle()))
         wrap(scheduler, "shutdown", self._after(lambda *_, **__: self.stop("the engine shut down")))
         wrap(scheduler, "_free_blocks", self._after(self._request_gone))
@@ -129,12 +135,19 @@ class Attachment:
         return self._after(lambda output, *_, **__: self._scheduled(output.num_scheduled_tokens))(hook)
 
     def _scheduled(self, counts: Mapping[str, int]) -> None:
-        """The step's blocks are settled and its forward pass is about to run: show them now, and who runs."""
-        if self.reason:
-            return  # something failed in the middle of this step
-        if self._asked_off:
+        """A step was scheduled. It is shown once its forward pass has been started, so that a GPU need not wait for it;
+        at once, where the map says that nothing runs: an engine that then hangs must not look idle."""
+        if self._asked_off and not self.reason:
             log.warning("observation turned off: %s", self._asked_off)
             self.stop(self._asked_off)
+        self._show_step()  # one that was never dispatched
+        self._counts = counts
+        if not self._running_shown or not self._sees_dispatch:
+            self._show_step()
+
+    def _show_step(self) -> None:
+        counts, self._counts = self._counts, None
+        if counts is None or self.reason:
             return
         if self._loading:
             self._release_loaded()
@@ -147,6 +160,10 @@ class Attachment:
             self._name_devices()
         if self._audit_steps and self._steps % self._audit_steps == 0:
             self._audit()
+
+    def _output_processed(self) -> None:
+        self._show_step()
+        self._show_if_idle()
 
     def _audit(self) -> None:
         for watched in self.pools:
@@ -163,6 +180,7 @@ class Attachment:
     def _show(self, *, step: bool) -> None:
         scheduler = self.scheduler
         waiting = len(scheduler.waiting) + len(getattr(scheduler, "kv_holding_waiting", ()))
+        self._running_shown = len(scheduler.running)
         for watched in self.pools:
             watched.show(len(scheduler.running), waiting, step=step)
 
@@ -186,7 +204,7 @@ class Attachment:
             name = request.request_id
             self._loading[name] = request
             for watched in self.pools:
-                watched.pins.hold(name, watched.blocks_of(name))
+                watched.keep(name)
 
     def _release_loaded(self) -> None:
         for name, request in list(self._loading.items()):
@@ -207,7 +225,7 @@ class Attachment:
         name = request.request_id
         if name in self.scheduler.requests:
             for watched in self.pools:
-                watched.pins.hold(name, watched.blocks_of(name))
+                watched.keep(name)
 
     def _request_gone(self, _: Any, request: Any) -> None:
         name = request.request_id

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,15 @@ from numpy.typing import NDArray
 from engine_shim.map_observer import MapObserver
 
 _computed = attrgetter("num_computed_tokens")
+
+
+class Holding(NamedTuple):
+    """One block in one request's table."""
+
+    block: int
+    owner: int
+    position: int
+    group: int
 
 
 class RequestBook:
@@ -27,6 +36,7 @@ class RequestBook:
     ) -> None:
         self._requests: Mapping[str, Any] = scheduler.requests
         self._scheduler = scheduler
+        self._managers = managers
         # A state group's block holds a state, not a number of tokens.
         self._groups = [manager for manager in managers if not hasattr(manager.kv_cache_spec, "mamba_type")]
         self._observer = observer
@@ -73,6 +83,25 @@ class RequestBook:
         for request_id in lost:
             self._close(request_id)
         return len(lost)
+
+    def holders(self, blocks: Mapping[int, int], group_of: Mapping[int, int], budget: int) -> list[Holding]:
+        """Who holds these blocks, which stand at `blocks[block]` in every table that has them; each is found once, and
+        after `budget` looks no more. A shared prefix is at the same place in all tables, since its hash is of all that
+        comes before."""
+        missing = dict(blocks)
+        found: list[Holding] = []
+        for name in self._rows:
+            for manager in self._managers:
+                table = manager.req_to_blocks.get(name) or ()
+                group = manager.kv_cache_group_id
+                budget -= len(missing)
+                for block, place in list(missing.items()):
+                    if place < len(table) and table[place].block_id == block and group_of[block] == group:
+                        found.append(Holding(block, self.known_owner(name), place, group))
+                        del missing[block]
+            if not missing or budget < 0:
+                break
+        return found
 
     def scheduled(self, counts: Mapping[str, int]) -> None:
         """A step was scheduled: `counts` new tokens by request id, already part of each request's computed tokens."""

@@ -22,6 +22,8 @@ log = logging.getLogger("kvatlas.shim")
 
 AUDIT_BLOCKS = 1024  # blocks that one audit compares, some 0.2 ms
 _MOST_NAMESAKES = 32
+_MOST_HANDED = 256  # blocks a step that are given another holder's name, and looks into tables for one
+_MOST_LOOKS = 8192
 _ALLOCATIONS = ("allocate_new_blocks", "add_local_computed_blocks", "allocate_external_computed_blocks")
 
 
@@ -85,21 +87,46 @@ class WatchedPool:
             if not _keeps_whole_tables(manager):
                 hooks.wrap(manager, "remove_skipped_blocks", self._around_release)
 
-    def blocks_of(self, request_id: str) -> list[int]:
-        """All blocks in the request's tables, without padding."""
-        null = self.pool.null_block
-        tables = (manager.req_to_blocks.get(request_id) or () for manager in self.managers)
-        return [block.block_id for table in tables for block in table if block is not null]
-
     def show(self, running: int, waiting: int, *, step: bool) -> None:
         """Publish everything so far; with `step` an engine step has begun."""
         self.tap.settle()
         if self.book is not None:
+            if self.tap.left:
+                self._name_other_holders(self.book)
             self.book.close_ended()
         if step:
             self.observer.step_ended(running, waiting)
         else:
             self.observer.queues_changed(running, waiting)
+
+    def keep(self, request_id: str) -> None:
+        """A connector reads or fills the request's blocks: they are PINNED, and name it as their holder."""
+        owner = 0 if self.book is None else self.book.known_owner(request_id)
+        null = self.pool.null_block
+        for manager in self.managers:
+            table = manager.req_to_blocks.get(request_id) or ()
+            held = [(place, block.block_id) for place, block in enumerate(table) if block is not null]
+            for place, run in _runs(held):
+                if owner:
+                    self.observer.held_by(run, owner, place, manager.kv_cache_group_id)
+                self.pins.hold(request_id, run)
+
+    def _name_other_holders(self, book: RequestBook) -> None:
+        """A shared block names its first holder; when that one has left, another of its holders. Bounded by step."""
+        left, self.tap.left = self.tap.left, {}
+        columns = self.observer.columns
+        if "owner" not in columns or "position" not in columns or "group" not in columns:
+            return
+        named, position, group = columns["owner"], columns["position"], columns["group"]
+        blocks = self.pool.blocks
+        # Blocks whose first holder is still named, and is the one that left.
+        stale = [block for block, owner in left.items() if int(named[block]) == owner and blocks[block].ref_cnt > 0]
+        later, stale = stale[_MOST_HANDED:], stale[:_MOST_HANDED]
+        self.tap.left.update({block: left[block] for block in later})
+        places = {block: int(position[block]) for block in stale}
+        groups = {block: int(group[block]) for block in stale}
+        for holding in book.holders(places, groups, _MOST_LOOKS):
+            self.observer.held_by([holding.block], holding.owner, holding.position, holding.group)
 
     def _around_allocation(self, manager: Any) -> Callable[[Hook], Method]:
         group, place, fault = int(manager.kv_cache_group_id), self.place, self._fault
@@ -216,6 +243,16 @@ def whole_number(environment: Mapping[str, str], name: str, default: int) -> int
     except ValueError:
         log.warning("%s=%r is not a number; %d is used", name, text, default)
         return default
+
+
+def _runs(held: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    """(position, block) pairs as runs of following positions."""
+    runs: list[tuple[int, list[int]]] = []
+    for place, block in held:
+        if not runs or place != runs[-1][0] + len(runs[-1][1]):
+            runs.append((place, []))
+        runs[-1][1].append(block)
+    return runs
 
 
 def _position(table: list[Any], ids: list[int]) -> int | None:

@@ -82,16 +82,16 @@ class Engine:
         self.reader = MapReader(path) if path else None
         self.tokens: dict[str, list[int]] = {}
 
-    def after_each_schedule(self, check: Callable[[], None]) -> None:
-        """Outside of the hooks, so that it sees what they published."""
-        schedule = self.scheduler.schedule
+    def at_each_step(self, check: Callable[[], None]) -> None:
+        """Where a step is shown: outside of the hooks, so that it sees what they published."""
+        stock = self.scheduler.get_grammar_bitmask
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
+            result = stock(*args, **kwargs)
             check()
-            return output
+            return result
 
-        self.scheduler.schedule = checked
+        self.scheduler.get_grammar_bitmask = checked
 
     def add(self, name: str, prompt: list[int], length: int, salt: str = "") -> None:
         given: dict[str, Any] = {"prompt_token_ids": prompt}
@@ -152,7 +152,7 @@ def load(engine: Engine, requests: int, *, aborts: bool = True, resets: bool = T
 def watched(hybrid: bool) -> dict[str, Any]:
     engine = Engine(hybrid=hybrid)
     truth = Truth(engine.scheduler, engine.reader)
-    engine.after_each_schedule(truth.check)
+    engine.at_each_step(truth.check)
     done = load(engine, 90)
     truth.check()  # at rest: every block has gone back, and shows
     snapshot = engine.snapshot()
@@ -167,6 +167,41 @@ def watched(hybrid: bool) -> dict[str, Any]:
         },
         "reason": engine.attachment.reason if engine.attachment else "not attached",
         "used_at_rest": int(snapshot.state_counts[2]),
+        "log": LOG.take(),
+    }
+
+
+def scheduled_ahead() -> dict[str, Any]:
+    """Async scheduling: two batches in flight, so blocks and tokens of a step are settled before the step before it has
+    its output. The CPU platform turns it off, and vLLM works with it all the same."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = vars(CpuPlatform)["check_and_update_config"]
+
+    def ahead(config: Any) -> None:
+        stock.__func__(CpuPlatform, config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(ahead)
+    try:
+        engine = Engine()
+    finally:
+        CpuPlatform.check_and_update_config = stock
+    truth = Truth(engine.scheduler, engine.reader)
+    engine.at_each_step(truth.check)
+    same = served(engine)
+    done = load(engine, 40, resets=False)
+    while engine.core.batch_queue:
+        engine.step()
+    truth.check()
+    return {
+        **truth.report(),
+        **done,
+        "scheduler": type(engine.scheduler).__name__,
+        "batches": engine.core.batch_queue_size,
+        "tokens": same,
+        "counters": dict(engine.snapshot().counters),
+        "reason": engine.attachment.reason if engine.attachment else "not attached",
         "log": LOG.take(),
     }
 
@@ -201,6 +236,49 @@ def controls() -> dict[str, Any]:
     return report
 
 
+def copied_on_write() -> dict[str, Any]:
+    """A prefix hit that ends within a block: vLLM's manager gives the request a copy of it. Schedulers of the models at
+    hand never ask for that, so it is asked for here, of the real manager, for a request with a LoRA adapter."""
+    from vllm.lora.request import LoRARequest
+
+    engine = Engine()
+    engine.add("first", list(range(3, 70)), 30)
+    engine.step()
+    engine.add("second", list(range(3, 60)), 4)
+    scheduler, attachment = engine.scheduler, engine.attachment
+    assert attachment is not None
+    first, second = scheduler.requests
+    scheduler.requests[second].lora_request = LoRARequest("adapter-of-a-tenant", 1, "/nowhere")
+    cache = scheduler.kv_cache_manager
+    manager = cache.coordinator.single_type_managers[0]
+    truth = Truth(scheduler, engine.reader)
+
+    def check() -> None:
+        attachment._show(step=False)
+        truth.check()
+
+    source = manager.req_to_blocks[first][0]
+    manager.add_local_computed_blocks(second, [source], 20, 0)
+    check()
+    manager.allocate_new_blocks(second, 57, 57)
+    check()
+    held = source.ref_cnt
+    loras = [entry.lora for entry in engine.snapshot().owners if entry.request_id == second]
+    _, retained = cache.take_kv_cache_block_copies()
+    scheduler._free_cow_retained_blocks(retained, 0)
+    check()
+    manager.free(second)
+    check()
+    return {
+        "differences": truth.differences,
+        "steps": truth.steps,
+        "references_of_the_source": [held, source.ref_cnt],
+        "loras": loras,
+        "copies": engine.snapshot().counters["copy_on_write"],
+        "log": LOG.take(),
+    }
+
+
 def held_for_a_connector() -> dict[str, Any]:
     engine = Engine(
         kv_transfer_config={
@@ -226,7 +304,7 @@ def held_for_a_connector() -> dict[str, Any]:
         now_ms = (time.time_ns() - snapshot.identity.created_unix_ns) // 1_000_000
         ages.extend((now_ms - int(snapshot.touched_ms[block])) / 1000 for block in pinned)
 
-    engine.after_each_schedule(check)
+    engine.at_each_step(check)
     load(engine, 24, aborts=False, resets=False)
     engine.add("last", list(range(3, 60)), 12)
     engine.drain()
@@ -331,7 +409,7 @@ def faults(stock: list[list[int]]) -> dict[str, Any]:
     try:
         engine = Engine()
         truth = Truth(engine.scheduler, engine.reader)
-        engine.after_each_schedule(truth.check)
+        engine.at_each_step(truth.check)
         same = served(engine) == stock
     finally:
         KVCacheManager.record_prefix_cache_stats = record
@@ -358,7 +436,7 @@ def slept() -> dict[str, Any]:
     engine.reader = MapReader(path)
     awake = engine.snapshot()
     truth = Truth(engine.scheduler, engine.reader)
-    engine.after_each_schedule(truth.check)
+    engine.at_each_step(truth.check)
     served(engine)
     return {
         "sleeping": [before.flags.sleeping, asleep.flags.sleeping, awake.flags.sleeping],
@@ -387,7 +465,9 @@ def hashed_ids() -> dict[str, Any]:
 def main() -> None:
     adapter.register()  # once more than vLLM did
     results: dict[str, Any] = {"full": watched(False), "hybrid": watched(True)}
+    results["async"] = scheduled_ahead()
     results["controls"] = controls()
+    results["copies"] = copied_on_write()
     results["sleep"] = slept()
     results["hashed"] = hashed_ids()
     engine = Engine()

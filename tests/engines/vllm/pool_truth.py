@@ -8,8 +8,7 @@ FREE, CACHED, USED, PINNED, RESERVED = range(5)
 
 
 class Truth:
-    """Holds what must be remembered from step to step: which blocks in use were ever shared, and so may name a holder
-    that has left."""
+    """Collects what differs, over many steps, and how much was compared."""
 
     def __init__(self, scheduler: Any, reader: Any, kept: set[str] | None = None) -> None:
         self.scheduler = scheduler
@@ -92,8 +91,12 @@ class Truth:
         if owner == name:
             self.owned += 1
             self._same(f"position of {number}", int(snapshot.position[number]), place)
-        elif number not in self.shared:
+        elif block.ref_cnt < 2:
             self._same(f"owner of {number}", owner, name)
+        else:  # another of its holders is named
+            other = manager.req_to_blocks.get(owner or "") or ()
+            there = other[place].block_id if place < len(other) else None
+            self._same(f"block of the owner of {number}", number, there)
         self._same(f"group of {number}", int(snapshot.group[number]), manager.kv_cache_group_id)
         if request in self.scheduler.running:
             tokens = min(size, max(0, request.num_computed_tokens - place * size))

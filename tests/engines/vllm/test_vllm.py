@@ -62,6 +62,27 @@ def test_counters_follow_the_scheduler(in_process: Report) -> None:
     assert counters["blocks_allocated"] + counters["blocks_reused"] == counters["blocks_freed"]
 
 
+def test_the_map_equals_the_pool_with_two_batches_in_flight(in_process: Report) -> None:
+    report = in_process["async"]
+    assert report["scheduler"] == "AsyncScheduler"
+    assert report["batches"] == 2
+    assert report["first"] == []
+    assert report["counters"]["repairs"] == 0
+    assert report["counters"]["preemptions"] > 0
+    assert report["steps"] > 80
+    assert report["reason"] == ""
+    assert report["tokens"] == in_process["tokens"]
+
+
+def test_both_ends_of_a_copy_on_write_are_followed(in_process: Report) -> None:
+    report = in_process["copies"]
+    assert report["differences"] == []
+    assert report["steps"] == 4
+    assert report["references_of_the_source"] == [2, 1]
+    assert report["copies"] == 1
+    assert report["loras"] == ["adapter-of-a-tenant"]
+
+
 def test_a_wrong_map_is_noticed_and_repaired(in_process: Report) -> None:
     """The control: without it, a comparison that looks at nothing would pass as well."""
     report = in_process["controls"]
@@ -77,7 +98,8 @@ def test_blocks_kept_for_a_connector_are_pinned_until_it_lets_go(in_process: Rep
     assert report["reason"] == ""
     assert report["most_pinned"] > 3
     assert report["oldest_pinned_seconds"] > 0
-    assert report["pinned_seen"] > 2 * report["unnamed_holders"]
+    assert report["pinned_seen"] > 100
+    assert report["unnamed_holders"] == 0
     assert report["pinned_at_rest"] == 0
     assert report["repairs"] == 0
 
