@@ -70,10 +70,10 @@ def test_a_recorded_trace_is_watched_live(
     picture, once there are some minutes to be seen."""
     update = os.environ.get("KVATLAS_UPDATE_SCREENSHOTS") == "1"
     transfers = ["--transfer-dir", str(tmp_path), "--transfer-every", "8", "--transfer-rate", "8000000"]
-    size = ["--blocks", "91200" if update else "16000", "--speed", "2" if update else "6"]
+    size = ["--blocks", "91200" if update else "16000", "--speed", "1.5" if update else "6"]
     size += ["--model-geometry", "stories260K"]
     pool = stage.engine("demo-vllm", "--policy", "vllm", "--trace", "mooncake-conversation", *size, *transfers)
-    agent_url, _ = stage.agent()
+    agent_url, _ = stage.agent(compaction="off")  # the picture is of a pool that nobody mends
     home, _ = stage.dashboard(agent_url)
     opened = window(home)
     page = opened.open(pool)
