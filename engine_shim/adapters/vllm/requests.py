@@ -52,7 +52,9 @@ class RequestBook:
     def owner_of(self, request_id: str) -> int:
         """The owner value of a request, which is announced when it is new; 0 where the owner table is full."""
         row = self._rows.get(request_id)
-        return int(self._owner[self._open(request_id) if row is None else row])
+        if row is None:
+            row = self._open(request_id)  # which may make the arrays anew
+        return int(self._owner[row])
 
     def known_owner(self, request_id: str) -> int:
         """As `owner_of`, 0 for a request that never held a block."""
