@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from engine_shim.mover import BlockFacts, Drop, Mover, Moves, MoveSwitch, audit,
 log = logging.getLogger(__name__)
 
 # Of the time left in a step, what a chunk is sized for: the rest is for the chunk that takes longer than the last one.
-_USABLE_TIME = 0.6
+_USABLE_TIME = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,7 @@ class CompactionRun:
         self._started = False
         self._longest_stall = self._moving_seconds = 0.0
         self._last_seconds, self._last_count = 0.0, 0  # of the last chunk; 0 moves before the first
+        self._quickest_seconds = math.inf
         self._moved = self._chunks = self._replans = self._allocated = self._verified = self._cached_lost = 0
         self._dropped: Counter[Drop] = Counter()
 
@@ -260,17 +262,19 @@ class CompactionRun:
     def _chunk_size(self, seconds_left: float, first: bool) -> int:
         """Moves that fit into the rest of this step; at least one in a step, so that every run gets on.
 
-        Judged by the last chunk as a whole: a chunk costs something however few its moves are, so that a time for
-        each move, learnt from small chunks, would keep them small.
+        A chunk costs something however few its moves are: that is taken to be what the quickest one cost. What the
+        last one took beyond it is shared among its moves. Without the former, small chunks would seem to be dear by
+        the move and stay small; growth is bounded, since both are guesses.
         """
         settings = self._settings
         most = min(settings.max_chunk_moves, max(1, settings.max_chunk_bytes // max(1, self._mover.block_bytes)))
         if self._last_count == 0:
             return int(first)  # what a move costs is not known yet
-        growth = max(0.0, seconds_left) * _USABLE_TIME / self._last_seconds
-        if growth < 1 and not first:
-            return 0  # a smaller chunk would save less time than its size says
-        return max(int(first), min(most, int(self._last_count * min(2.0, growth))))
+        left = max(0.0, seconds_left) * _USABLE_TIME - self._quickest_seconds
+        if left < 0 and not first:
+            return 0
+        for_each = max((self._last_seconds - self._quickest_seconds) / self._last_count, 1e-9)
+        return max(int(first), min(most, 2 * self._last_count, int(left / for_each)))
 
     def _move_next(self, count: int) -> None:
         task = self._task
@@ -281,6 +285,7 @@ class CompactionRun:
         began = self._clock()
         self._move(task.plan.moves[rows], task.planned.of(rows))
         self._last_seconds, self._last_count = max(self._clock() - began, 1e-9), rows.size
+        self._quickest_seconds = min(self._quickest_seconds, self._last_seconds)
 
     def _move(self, moves: Moves, planned: BlockFacts) -> None:
         mover = self._mover

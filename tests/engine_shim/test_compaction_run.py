@@ -270,7 +270,7 @@ def test_the_budgets_of_a_step_hold() -> None:
     report = run_to_end(run, memory)
     assert memory.peak_chunk == 6
     # Copies cost 0.1 ms here, so that 2 ms take 20 of them at most.
-    assert 0 < report.longest_stall_seconds <= 0.002
+    assert 0 < report.longest_stall_seconds <= 0.002 + 1e-9  # sums of tenths are not exact
     assert report.seconds == pytest.approx(report.moving_seconds)
     assert report.moving_seconds == pytest.approx(report.moved_blocks * memory.move_seconds)
     memory = scattered(blocks=600)
