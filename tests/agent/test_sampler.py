@@ -563,6 +563,7 @@ def test_a_new_agent_shows_a_map_that_it_never_saw_whole(start_engine: Start, ma
 def test_a_read_that_does_not_come_back_holds_up_no_other_map(start_engine: Start, make_sampler: MakeSampler) -> None:
     bad, good = start_engine(engine_id="bad"), start_engine(engine_id="good")
     hanging, reads = threading.Event(), []
+    before = [one.name for one in threading.enumerate()].count("map reader")
 
     class Hanging(MapReader):
         def read(self, timeout_seconds: float = READ_TIMEOUT_SECONDS) -> MapSnapshot:
@@ -573,11 +574,13 @@ def test_a_read_that_does_not_come_back_holds_up_no_other_map(start_engine: Star
 
     sampler = make_sampler(open_map=Hanging, settings=SamplerSettings(hung_seconds=0.05))
     try:
-        for _ in range(3):
+        for _ in range(5):
             view = sampler.tick()
             assert list(view.samples) == [good.id]
             assert view.unreadable == (f"{bad.path}: a read of it does not come back; look at its file system",)
         assert reads == [bad.path]  # nobody else is sent after it
+        # One thread hangs and one reads the others, however many ticks pass.
+        assert [one.name for one in threading.enumerate()].count("map reader") <= before + 2
     finally:
         hanging.set()
 
