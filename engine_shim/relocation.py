@@ -13,6 +13,8 @@ for any policy of this kind, and two more for each block of a hit that is pulled
 
 Several blocks at once (a prompt) are taken from runs of `RUN_BLOCKS` or more, or of as many as are wanted; one block
 (decoding) fills the lowest hole. So the single holes that decoding leaves behind are not what prompts are made of.
+Where hundreds of sequences decode there may be nothing else below the ceiling: a prompt then takes the bottom of the
+large run, up to `STRETCH` of the allocatable blocks above the ceiling, before it is made of single holes.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from engine_shim.address_map import AddressMap
 from engine_shim.allocation_policy import UNLIMITED, AllocationPolicy, Taken
 
 SLACK = 0.1
+STRETCH = 0.1
 RUN_BLOCKS = 8
 
 
@@ -63,12 +66,11 @@ class RelocatingPolicy(AllocationPolicy):
         if count == 1:
             blocks = free.take_lowest(count, ceiling)
         else:
-            blocks = free.take_runs(count, RUN_BLOCKS, ceiling)
-            sources = cached.take_runs(min(count - len(blocks), self.copies_left), RUN_BLOCKS, ceiling)
+            blocks, sources = self._take_runs(count, ceiling)
             blocks += free.take_lowest(count - len(blocks) - len(sources), ceiling)
         missing = count - len(blocks)
         if not missing:
-            return Taken(blocks, evicted, [])
+            return Taken(sorted(blocks), evicted, [])
         sources += cached.take_lowest(min(missing, self.copies_left) - len(sources), ceiling)
         homes = free.take_lowest(missing)  # at least as many as there are evicted or were free
         copies = list(zip(sources, homes, strict=False))
@@ -157,6 +159,20 @@ class RelocatingPolicy(AllocationPolicy):
         the A that there are at most A - count are kept clear above it."""
         left = self._free.count + self._cached.count - count
         return self._size - int(self._clear_share * left)
+
+    def _take_runs(self, count: int, ceiling: int) -> tuple[list[int], list[int]]:
+        """Up to `count` blocks in runs, below the ceiling where there are such: those that hold nothing, and those that
+        hold a prefix, of which there are no more than may be copied away."""
+        blocks: list[int] = []
+        sources: list[int] = []
+        stretch = int(STRETCH * (self._free.count + self._cached.count - count))
+        for end in (ceiling, ceiling + stretch):
+            blocks += self._free.take_runs(count - len(blocks) - len(sources), RUN_BLOCKS, end)
+            missing = count - len(blocks) - len(sources)
+            sources += self._cached.take_runs(min(missing, self.copies_left - len(sources)), RUN_BLOCKS, end)
+            if len(blocks) + len(sources) == count:
+                break
+        return blocks, sources
 
     def _evict(self, count: int) -> list[int]:
         pop, tickets = self._order.popitem, self._tickets

@@ -10,14 +10,14 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from engine_shim.address_map import AddressMap
+from engine_shim.address_map import SEARCHED_BLOCKS, AddressMap
 from engine_shim.block_pool import Allocation, BlockPool
 from engine_shim.errors import PoolExhausted, SettingsError
 from engine_shim.layout import BlockState
 from engine_shim.observer import NullObserver
 from engine_shim.policies import SWITCHABLE
 from engine_shim.prefix import PrefixIndex
-from engine_shim.relocation import RUN_BLOCKS, RelocatingPolicy
+from engine_shim.relocation import RUN_BLOCKS, SLACK, STRETCH, RelocatingPolicy
 
 FREE, CACHED, USED, PINNED, RESERVED = BlockState
 
@@ -380,12 +380,42 @@ def test_many_blocks_come_from_runs_and_few_from_holes() -> None:
     assert pool.allocate(3).blocks == [100, 101, 102]
 
 
-def test_a_pool_of_single_holes_is_searched_no_further_than_it_pays() -> None:
+def test_a_run_is_found_behind_any_number_of_single_holes() -> None:
     holes = AddressMap(range(0, 20_000, 2), size=40_000)
     holes.add(range(20_000, 20_100))
-    assert holes.take_runs(50, 8) == []
+    assert holes.take_runs(50, 8) == list(range(20_000, 20_050))
+    assert holes.take_runs(60, 8) == list(range(20_050, 20_100))
+    assert holes.take_runs(2, 8) == []
     assert holes.take_lowest(3) == [0, 2, 4]
-    assert holes.count == 10_097
+    assert holes.count == 9_997
+
+
+def test_runs_far_below_the_ceiling_are_not_searched_for() -> None:
+    """One search passes over a bounded part of the pool, however large that is."""
+    runs = AddressMap(range(8), size=2 * SEARCHED_BLOCKS)
+    runs.add(range(SEARCHED_BLOCKS, SEARCHED_BLOCKS + 10))
+    assert runs.take_runs(8, 8, SEARCHED_BLOCKS + 9) == list(range(SEARCHED_BLOCKS, SEARCHED_BLOCKS + 8))
+    assert runs.take_runs(8, 8, SEARCHED_BLOCKS + 9) == []
+    assert runs.take_runs(8, 8, SEARCHED_BLOCKS) == list(range(8))
+
+
+def test_a_prompt_goes_above_the_ceiling_before_it_fills_single_holes() -> None:
+    policy = RelocatingPolicy(range(2000))
+    assert policy.take(1100).blocks == list(range(1100))
+    policy.give_free(range(0, 200, 2))
+    assert policy.take(40).blocks == list(range(1100, 1140))  # the ceiling is at 1136
+    assert policy.take(1).blocks == [0]
+
+
+def test_a_prompt_goes_no_further_above_the_ceiling_than_the_stretch() -> None:
+    policy = RelocatingPolicy(range(2000))
+    policy.take(1100)
+    policy.give_free(range(0, 1000, 2))
+    left = 1400 - 300
+    end = 2000 - int((1 - SLACK) * left) + int(STRETCH * left)
+    assert 1100 < end < 1200
+    taken = policy.take(300).blocks
+    assert taken == [*range(0, 2 * (300 - (end - 1100)), 2), *range(1100, end)]
 
 
 @pytest.mark.parametrize("policy", ["fifo", "lowest-any", "lowest-free"])
@@ -409,7 +439,7 @@ def test_a_switch_with_the_highest_blocks_in_use() -> None:
 @pytest.mark.parametrize("slack", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("count", [1, 7, 8, 40, 100])
 def test_the_ceiling_always_has_room(slack: float, count: int) -> None:
-    """New blocks never lie above it, wherever what is in use lies."""
+    """New blocks never lie above it, a prompt's never above the stretch, wherever what is in use lies."""
     policy = RelocatingPolicy(range(100), slack=slack)
     policy.take(100)
     policy.give_cached(range(99, -1, -1))
@@ -418,6 +448,7 @@ def test_the_ceiling_always_has_room(slack: float, count: int) -> None:
     allocatable = policy.num_free + policy.num_cached
     wanted = min(count, allocatable)
     taken = policy.take(wanted)
-    clear = int((1 - slack) * (allocatable - wanted))
+    left = allocatable - wanted
+    clear = int((1 - slack) * left) - (int(STRETCH * left) if wanted > 1 else 0)
     assert max(taken.blocks) < 100 - clear
     assert len(taken.blocks) == len(set(taken.blocks)) == wanted
