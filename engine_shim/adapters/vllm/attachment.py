@@ -109,7 +109,7 @@ class Attachment:
             wrap(scheduler, "reset_prefix_cache", self._after(lambda *_, **__: self._show(step=False)))
         if findings.counters:
             cache = scheduler.kv_cache_manager
-            wrap(cache, "allocate_slots", self._after(self._slots_asked_for))
+            wrap(cache, "allocate_slots", self._around_allocate_slots)
             wrap(cache, "record_prefix_cache_stats", self._after(self._prefix_looked_up))
             wrap(scheduler, "_preempt_request", self._after(lambda *_, **__: self._count("preemptions")))
         if findings.connector and scheduler.connector is not None:
@@ -197,10 +197,24 @@ class Attachment:
     def _count(self, name: str, amount: int = 1) -> None:
         self.pools[0].observer.counted(name, amount)
 
-    def _slots_asked_for(self, result: Any, request: Any, *_: Any, **keywords: Any) -> None:
+    def _around_allocate_slots(self, hook: Hook) -> Method:
+        """Called for every running request in every step, and of interest in few: hence a wrapper of its own."""
+
+        def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+            result = hook.inner(request, *args, **kwargs)
+            if result is None or kwargs.get("delay_cache_blocks"):
+                try:
+                    self._slots_asked_for(result, request)
+                except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+                    self.fault(error)
+            return result
+
+        return allocate_slots
+
+    def _slots_asked_for(self, result: Any, request: Any) -> None:
         if result is None:
             self._count("allocation_failures")
-        elif keywords.get("delay_cache_blocks"):  # a connector fills them in later steps
+        else:  # a connector fills them in later steps
             name = request.request_id
             self._loading[name] = request
             for watched in self.pools:
