@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from engine_shim import layout
 from engine_shim.errors import MapCorrupt, MapUnavailable
 from engine_shim.layout import COLUMNS, COUNTERS, HISTOGRAM_BOUNDS_SECONDS, HISTOGRAMS, SEGMENT_BLOCKS
+from engine_shim.map_claim import writer_holds
 from engine_shim.map_file import MapFile, identity_of, open_map
-from engine_shim.map_writer import writer_holds
 from engine_shim.snapshot import (
     EngineIdentity,
     EventBatch,

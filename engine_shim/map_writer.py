@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
-import struct
-import tempfile
 import threading
 import time
 import weakref
@@ -21,14 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_shim import layout
-from engine_shim.errors import MapBusy, MapCorrupt, MapSpaceError, MapUnavailable, SettingsError
+from engine_shim.errors import MapCorrupt, SettingsError
 from engine_shim.layout import HEADER, LIVE, REGION, Region
+from engine_shim.map_claim import file_id, make_file, make_folder, refuse_own, take_name
 from engine_shim.snapshot import GroupEntry
 from engine_shim.text import fit, safe_name
 
 HEARTBEAT_SECONDS = 0.5
-MODE = 0o640
-
 _open_maps: weakref.WeakSet[MapWriter] = weakref.WeakSet()
 
 
@@ -104,7 +100,7 @@ class MapWriter:
         self.active = True
         self._file = file
         self._memory: mmap.mmap | None = memory
-        self.file_id = _file_id(os.fstat(file))
+        self.file_id = file_id(os.fstat(file))
         self.live = _LiveWords(memory)
         self.columns: dict[str, NDArray[Any]] = {}
         self.tables: dict[str, NDArray[Any]] = {}
@@ -130,16 +126,16 @@ class MapWriter:
             events=spec.event_slots,
         )
         # Resolved once: another spelling of the folder, or a change of the working folder, must not matter.
-        path = _make_folder(folder) / spec.file_name
-        _refuse_own(path)
-        file, temporary = _make_file(path, size)
+        path = make_folder(folder) / spec.file_name
+        refuse_own(path, [writer.file_id for writer in _open_maps if writer.active])
+        file, temporary = make_file(path, size)
         named = False
         writer = None
         try:
             memory = mmap.mmap(file, size)
             writer = cls(path, file, memory, spec, regions)
             writer._fill_in(memory, regions, size, clock_ns())
-            _take_name(file, temporary, path)
+            take_name(file, temporary, path)
             named = True
             writer._heart = threading.Thread(
                 target=writer._beat, args=(clock_ns,), name="kvatlas-heartbeat", daemon=True
@@ -204,7 +200,7 @@ class MapWriter:
     def _remove_name(self) -> None:
         """Unlink the map's name, if it still leads to this map."""
         with suppress(OSError):
-            if _file_id(os.stat(self.path, follow_symlinks=False)) == self.file_id:
+            if file_id(os.stat(self.path, follow_symlinks=False)) == self.file_id:
                 os.unlink(self.path)
 
     def _fill_in(self, memory: mmap.mmap, regions: Sequence[Region], size: int, now_ns: int) -> None:
@@ -286,135 +282,6 @@ class _LiveWords:
         count = int(np.prod(kind.shape, dtype=int))
         view: NDArray[Any] = np.frombuffer(memory, kind.base, count, layout.live_offset() + offset)
         return view
-
-
-def writer_holds(file: int) -> bool:
-    """Does another process hold the writer's lock on this open file? One's own lock is not seen."""
-    # struct flock on 64-bit Linux: l_type, l_whence, padding, l_start, l_len, l_pid, padding
-    asked = struct.pack("hhxxxxqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-    answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
-    return bool(struct.unpack("hhxxxxqqixxxx", answer)[0] != fcntl.F_UNLCK)
-
-
-def _file_id(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-def _make_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(mode=0o750, parents=True, exist_ok=True)
-        return folder.resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
-        raise MapSpaceError(f"{folder}: cannot make an allocation map here ({error}); set KVATLAS_DIR") from error
-
-
-def _refuse_own(path: Path) -> None:
-    """POSIX locks do not keep a process from itself, and opening and closing its own map would drop its lock."""
-    try:
-        taken = _file_id(os.stat(path, follow_symlinks=False))
-    except OSError:
-        return
-    if any(writer.active and writer.file_id == taken for writer in _open_maps):
-        raise MapBusy(f"{path}: this process writes that map already; give the engine another id or pool name")
-
-
-def _make_file(path: Path, size: int) -> tuple[int, str]:
-    """A locked file of `size` bytes with its room really taken, and its temporary name.
-
-    The name is "" where the file system can do without one: a process killed before the map is complete then leaves
-    nothing behind.
-    """
-    folder = path.parent
-    temporary = ""
-    try:
-        try:
-            os.stat("/proc/self/fd")  # by which such a file gets its name
-            file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, MODE)
-        except OSError:
-            file, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=folder)
-    except OSError as error:
-        raise MapSpaceError(
-            f"{folder}: cannot make an allocation map here ({error.strerror}); set KVATLAS_DIR"
-        ) from error
-    try:
-        # Sizing alone would succeed on a full tmpfs and kill the engine with SIGBUS at the first store.
-        os.posix_fallocate(file, 0, size)
-        os.fchmod(file, MODE)
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-    except OSError as error:
-        os.close(file)
-        if temporary:
-            with suppress(OSError):
-                os.unlink(temporary)
-        raise MapSpaceError(
-            f"{folder}: no room for an allocation map of {size / 2**20:.1f} MiB ({error.strerror}); enlarge that file "
-            "system, set KVATLAS_DIR to another folder, or keep fewer columns"
-        ) from error
-    return file, temporary
-
-
-def _take_name(file: int, temporary: str, path: Path) -> None:
-    """Give the finished file its name, unless a live writer, or a file that is no map, has it."""
-    for _ in range(10):
-        try:
-            _link(file, temporary, path)  # atomic, and refuses where the name is taken
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise MapSpaceError(f"{path}: cannot be given its name ({error.strerror}); set KVATLAS_DIR") from error
-        else:
-            if temporary:
-                os.unlink(temporary)
-            return
-        if _replace(file, temporary, path):
-            return
-    raise MapUnavailable(f"{path}: its name changes hands too fast; give this engine another id")
-
-
-def _link(file: int, temporary: str, path: Path) -> None:
-    """Give an open file another name; one that has none yet is reached by its descriptor."""
-    if temporary:
-        os.link(temporary, path)
-        return
-    descriptors = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        # With a folder given Python calls linkat and follows the link; without one it would link the link.
-        os.link(str(file), path, src_dir_fd=descriptors, follow_symlinks=True)
-    finally:
-        os.close(descriptors)
-
-
-def _replace(file: int, temporary: str, path: Path) -> bool:
-    """Take the name of a dead writer's map; False where the name went away meanwhile."""
-    try:
-        old = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise MapSpaceError(f"{path} is in the way ({error.strerror}); remove it or set KVATLAS_DIR") from error
-    try:
-        if os.pread(old, len(layout.MAGIC), 0) != layout.MAGIC:
-            raise MapSpaceError(f"{path} is in the way and is no map; remove it or set KVATLAS_DIR")
-        # Holding the old file's lock while replacing it keeps a second starter out.
-        try:
-            fcntl.lockf(old, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-        except OSError as error:
-            raise MapBusy(f"{path}: another live engine writes that map; give this one another id") from error
-        if _file_id(os.fstat(old)) != _file_id(os.stat(path, follow_symlinks=False)):
-            return False
-        if not temporary:
-            temporary = str(path.with_name(f".{path.name}.{os.getpid()}.new"))
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
-            _link(file, "", Path(temporary))
-        os.rename(temporary, path)
-        return True
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise MapSpaceError(f"{path}: cannot be replaced ({error.strerror}); remove it or set KVATLAS_DIR") from error
-    finally:
-        os.close(old)
 
 
 def _own_start_ticks() -> int:
