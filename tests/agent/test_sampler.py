@@ -243,6 +243,7 @@ def test_a_bad_map_is_named_and_the_others_go_on(
     damage: Callable[[Path], None], reason: str, start_engine: Start, make_sampler: MakeSampler
 ) -> None:
     bad, good = start_engine(engine_id="bad"), start_engine(engine_id="good")
+    bad.send_signal(signal.SIGSTOP)  # else its heartbeat would change the file as well
     damage(bad.path)
     before = bad.path.read_bytes()
     sampler = make_sampler()
