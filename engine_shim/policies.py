@@ -83,14 +83,22 @@ class StockPolicy(AllocationPolicy):
         return [block for block in reversed(self._stack) if block not in self._gone]
 
     def _pop(self, count: int) -> list[int]:
+        """The first `count` free blocks, of at least as many. Any number of gone ones may lie above them."""
         stack, gone = self._stack, self._gone
         blocks = stack[: -count - 1 : -1]
-        del stack[len(stack) - count :]
-        if gone.isdisjoint(blocks):
-            return blocks
-        taken = [block for block in blocks if block not in gone]
-        gone.difference_update(blocks)
-        return taken + self._pop(count - len(taken))
+        place = len(stack) - len(blocks)
+        if not gone.isdisjoint(blocks):
+            passed = gone.intersection(blocks)
+            blocks = [block for block in blocks if block not in passed]
+            while len(blocks) < count:
+                place -= 1
+                if (block := stack[place]) in gone:
+                    passed.add(block)
+                else:
+                    blocks.append(block)
+            gone -= passed
+        del stack[place:]
+        return blocks
 
     def _without_revived(self, blocks: Sequence[int]) -> list[int]:
         """Those of `blocks` that are not in the stack; the others are free again where they stand."""

@@ -47,6 +47,20 @@ def test_order(name: str, order: list[int], evicted: list[int]) -> None:
     assert aged(name) == (order, evicted)
 
 
+@pytest.mark.parametrize("count", [1, 7, 1000])
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_any_number_of_removed_blocks_may_lie_above_what_is_taken(name: str, count: int) -> None:
+    """5,000 blocks that were withdrawn or moved into, where the next ones come from: none of them is handed out."""
+    policy = make_policy(name, range(7000))
+    policy.remove_free(range(5000))
+    assert policy.take_free(count, 2001 - count) is None
+    taken = policy.take_free(count, 0) or policy.take(count).blocks
+    assert taken == list(range(5000, 5000 + count))
+    policy.give_free(taken)
+    policy.give_free(range(5000))
+    assert sorted(policy.take(7000).blocks) == list(range(7000))
+
+
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_forgetting_keeps_the_order(name: str) -> None:
     policy = make_policy(name, range(4))
