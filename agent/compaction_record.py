@@ -10,6 +10,7 @@ from agent.compaction_model import Decision, Observation, PlannedMoves, PolicySt
 from agent.compaction_tally import Tally
 from agent.model import NANOSECONDS, PoolSample
 from engine_shim.control_messages import RunReply, StatusReply
+from engine_shim.mover import OffBy
 
 KEPT_VERDICTS = 50
 # An engine that runs nothing may not publish after a run; a heartbeat so long after it vouches for what is there.
@@ -91,9 +92,8 @@ class PoolRecord:
             return
         if not status.moving:
             self.off_seen = True
-            if self.moving_seen and not self.stopped:
-                # Somebody used the switch, or a check failed. An engine that never allowed moves is another matter:
-                # it may relocate all the same.
+            if not self.stopped and (self.moving_seen or _stopped_while_it_ran(status)):
+                # An engine that never allowed moves is another matter: it may relocate all the same.
                 self.stopped = status.reason or "moving was switched off"
             return
         self.moving_seen = True
@@ -150,6 +150,14 @@ class PoolRecord:
         if not status.moving:
             return status.reason or "the engine does not allow moving"
         return f"a run that {self.runner} asked for is under way" if self.runner not in ("", own_route) else ""
+
+
+def _stopped_while_it_ran(status: StatusReply) -> bool:
+    """Did somebody use the switch, or did a check fail, before this agent knew the engine? An engine that does not say
+    how its moves came to be off is left alone too: a switch that is forgotten is worse than relocation that is not
+    used."""
+    details = status.details
+    return details.get("moving_off_by") != OffBy.START or bool(details.get("moving_failed"))
 
 
 def known_ns(sample: PoolSample) -> int:

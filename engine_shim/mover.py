@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -158,6 +158,14 @@ def audit(before: BlockFacts, after: BlockFacts, found: NDArray[np.int64]) -> st
     return ""
 
 
+class OffBy(StrEnum):
+    """How moving came to be off. An agent respects all but the first in everything else that it might change too."""
+
+    START = "start"  # the engine was started so, and may relocate all the same
+    SWITCH = "switch"  # somebody used the kill switch
+    CHECK = "check"  # a check failed
+
+
 class MoveSwitch:
     """Whether blocks may be moved in this process: one for all runs, for people and for a run that proved unsafe.
 
@@ -168,7 +176,7 @@ class MoveSwitch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reason = ""
-        self._failed = False
+        self._by: OffBy | None = None
 
     @property
     def reason(self) -> str:
@@ -178,17 +186,23 @@ class MoveSwitch:
     @property
     def failed(self) -> bool:
         """Was it a failed check that turned moving off? That deserves an alert."""
-        return self._failed
+        return self._by is OffBy.CHECK
 
-    def off(self, reason: str, *, failed: bool = False) -> None:
+    @property
+    def off_by(self) -> OffBy | None:
+        """How it came to be off; None where it is on."""
+        return self._by
+
+    def off(self, reason: str, *, failed: bool = False, at_start: bool = False) -> None:
         """Stop all moving before the next chunk. The first failure's reason is kept."""
         with self._lock:
-            if not self._failed:
-                self._reason, self._failed = reason or "moving is switched off", failed
+            if self._by is not OffBy.CHECK:
+                self._reason = reason or "moving is switched off"
+                self._by = OffBy.CHECK if failed else OffBy.START if at_start else OffBy.SWITCH
 
     def on(self) -> bool:
         """Allow moving again; False, and nothing done, after a failure."""
         with self._lock:
-            if not self._failed:
-                self._reason = ""
-            return not self._failed
+            if self._by is not OffBy.CHECK:
+                self._reason, self._by = "", None
+            return self._by is None

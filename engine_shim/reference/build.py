@@ -135,7 +135,7 @@ def _assemble(settings: EngineSettings, clock: Clock, cache: KVCache, runner: Ru
         elastic=settings.elastic,
     )
     if not settings.moving:
-        engine.compaction.set_moving(False, "this engine was started with moving off")
+        engine.compaction.set_moving(False, "this engine was started with moving off", at_start=True)
     if settings.control and isinstance(observer, MapObserver) and observer.path is not None:
         engine.offer_control(observer.path)
     return engine

@@ -135,11 +135,11 @@ class Compactor:
             run.abort(reason)
             self._wake()
 
-    def set_moving(self, on: bool, reason: str = "moving is switched off") -> bool:
+    def set_moving(self, on: bool, reason: str = "moving is switched off", at_start: bool = False) -> bool:
         """The kill switch; returns whether blocks may be moved now. After a failed check they stay where they are."""
         if on:
             return self.switch.on()
-        self.switch.off(reason)
+        self.switch.off(reason, at_start=at_start)
         self._wake()
         return False
 

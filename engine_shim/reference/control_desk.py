@@ -107,7 +107,7 @@ class ControlDesk:
     def _status(self) -> StatusReply:
         switch, report = self._compactor.switch, self._compactor.last_report
         switchable = self._pool.policy in SWITCHABLE
-        details: dict[str, Detail] = {"moving_failed": switch.failed}
+        details: dict[str, Detail] = {"moving_failed": switch.failed, "moving_off_by": switch.off_by or ""}
         if self._compactor.consumer is not None:
             details["consumer"] = type(self._compactor.consumer).__name__
         return StatusReply(

@@ -119,7 +119,7 @@ class Engine:
         self.tables: dict[int, list[int]] = {}
         self.mover, self.switch = Mover(self.pool, self.tables), MoveSwitch()
         if not options.get("moving", True):
-            self.switch.off("this engine does not allow moving")
+            self.switch.off("this engine does not allow moving", at_start=True)
         self.awake = threading.Event()
         self.mailbox = ControlMailbox(self.awake.set)
         self.run: CompactionRun | None = None
@@ -224,7 +224,7 @@ class Engine:
             policy=self.pool.policy,
             reason=self.switch.reason,
             last_report=self.last,
-            details={"consumer": self.options["consumer"]} if self.options.get("consumer") else {},
+            details={"moving_off_by": self.switch.off_by or "", "consumer": self.options.get("consumer")},
         )
 
 

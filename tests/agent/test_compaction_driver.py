@@ -211,6 +211,25 @@ def test_a_switch_used_behind_its_back_is_respected(start_pool: Start, watch: St
     assert not status_of(pool.path).relocation
 
 
+def test_an_agent_that_starts_anew_respects_a_switch_that_was_used_before(start_pool: Start, watch: Start) -> None:
+    pool = start_pool(policy="vllm", relocation=True, churn=1)
+    EngineControl(pool.path).request(MovingRequest(on=False))
+    watching = watch(rules(for_seconds=0))
+    watching.until(pool.id, Decision.HOLD_REFUSED)
+    for _ in range(20):
+        watching.tick()
+    assert watching.last(pool.id).decision is Decision.HOLD_REFUSED
+    assert not status_of(pool.path).relocation
+    EngineControl(pool.path).request(MovingRequest(on=True))
+    watching.until(pool.id, Decision.RELOCATE)
+
+
+def test_an_engine_that_was_started_with_moves_off_may_relocate_all_the_same(start_pool: Start, watch: Start) -> None:
+    pool = start_pool(policy="vllm", relocation=True, churn=1, moving=False)
+    watching = watch(rules(for_seconds=0))
+    watching.until(pool.id, Decision.RELOCATE)
+
+
 def test_what_people_ask_for_counts_too(start_pool: Start, watch: Start) -> None:
     pool = start_pool()
     watching = watch()

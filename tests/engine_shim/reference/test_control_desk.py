@@ -105,6 +105,30 @@ def test_the_kill_switch_ends_a_run_that_was_asked_for(engine: Engine) -> None:
     assert (replies[1].decision, replies[1].reason) == ("aborted", "moving is switched off")
 
 
+def test_the_status_tells_how_moving_came_to_be_off(engine: Engine) -> None:
+    asker = Asker(engine)
+
+    def off_by() -> tuple[object, object]:
+        asker.ask(StatusRequest())
+        engine.desk.serve()
+        details = only(asker.answers()).details
+        return details["moving_off_by"], details["moving_failed"]
+
+    assert off_by() == ("", False)
+    engine.compaction.set_moving(False, "started so", at_start=True)
+    assert off_by() == ("start", False)
+    asker.ask(MovingRequest(on=False))
+    engine.desk.serve()
+    asker.answers()
+    assert off_by() == ("switch", False)
+    assert engine.compaction.set_moving(True)
+    assert off_by() == ("", False)
+    engine.compaction.switch.off("contents differ", failed=True)
+    assert off_by() == ("check", True)
+    assert not engine.compaction.set_moving(False, "again")
+    assert off_by() == ("check", True)  # what came first, and is worse, is told
+
+
 def test_the_engines_own_budgets_are_not_exceeded(engine: Engine) -> None:
     engine.compaction.defaults = RunSettings(max_moves=3, max_chunk_moves=2, max_step_seconds=1.0, verify=True)
     asker = Asker(engine)
