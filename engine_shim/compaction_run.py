@@ -312,9 +312,9 @@ class CompactionRun:
         try:
             problem = audit(before, *self._look(kept.T.ravel()))
         except Exception as error:
-            raise _CheckFailed(f"moved blocks cannot be checked: {error!r}") from error
+            raise _CheckFailed(self._give_up(kept, f"moved blocks cannot be checked: {error!r}")) from error
         if problem:
-            raise _CheckFailed(problem)
+            raise _CheckFailed(self._give_up(kept, problem))
 
     def _validate(self, moves: Moves, planned: BlockFacts) -> tuple[Moves, BlockFacts]:
         """The moves that may still be made, and the facts of their sources; the others are counted by reason."""
@@ -335,17 +335,26 @@ class CompactionRun:
         return kept, facts.of(np.flatnonzero(valid)[allowed])
 
     def _back_out(self, moves: Moves, before: BlockFacts, error: Exception, reserved: bool) -> None:
-        """Give destinations back after a failed chunk, and prove that the pool is as it was."""
+        """Give destinations back after a failed chunk, and prove that the pool is as it was; else give them up."""
         sources, destinations = moves[:, 0], moves[:, 1]
         try:
             if reserved:
                 self._mover.abandon(moves)
             valid, dropped = still_valid(before, *self._look(sources), self._mover.facts(destinations))
         except Exception as second:  # noqa: BLE001 - two faults in a row, whatever they are, leave nothing proven
-            raise _CheckFailed(f"{error!r}, and backing out failed too: {second!r}") from error
+            text = f"{error!r}, and backing out failed too: {second!r}"
+            raise _CheckFailed(self._give_up(moves, text)) from error
         if not valid.all():
             reasons = ", ".join(reason.value for reason in dropped)
-            raise _CheckFailed(f"{error!r} left the pool changed: {reasons}") from error
+            raise _CheckFailed(self._give_up(moves, f"{error!r} left the pool changed: {reasons}")) from error
+
+    def _give_up(self, moves: Moves, reason: str) -> str:
+        """Let nobody read a chunk's blocks any more; returns the reason, and what came of that."""
+        try:
+            self._mover.give_up(moves)
+        except Exception as error:  # noqa: BLE001 - there is nothing left to try; the reason tells both
+            return f"{reason}; giving its blocks up failed: {error!r}"
+        return f"{reason}; whoever held its {moves.size} blocks is computed anew"
 
     def _look(self, blocks: NDArray[np.int64]) -> tuple[BlockFacts, NDArray[np.int64]]:
         return self._mover.facts(blocks), self._mover.found(blocks)

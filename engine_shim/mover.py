@@ -41,8 +41,9 @@ class Mover(Protocol):
     forward passes; between the calls of one chunk nothing else touches the pool.
 
     A chunk goes `facts` and `found` on its blocks, `revalidate`, `reserve`, `copy`, then `commit`, or `abandon` where
-    anything failed. Where an engine has several ranks, `copy` returns when all of them have copied and acknowledged,
-    and `commit` applies to all. A method that raises has left the pool as it was before the call.
+    anything failed; where the pool is not whole after that, `give_up`. Where an engine has several ranks, `copy`
+    returns when all of them have copied and acknowledged, and `commit` applies to all. A method that raises has left
+    the pool as it was before the call, if it can: what `commit` could not keep to is found, and given up.
     """
 
     @property
@@ -94,7 +95,14 @@ class Mover(Protocol):
         ...
 
     def abandon(self, moves: Moves) -> None:
-        """Undo `reserve`: the destinations are allocatable again. Their contents may have been overwritten."""
+        """Undo `reserve`: the destinations are allocatable again. Their contents may have been overwritten. Does
+        nothing once the pool has taken the moves over, whatever failed after that."""
+        ...
+
+    def give_up(self, moves: Moves) -> None:
+        """Rely on nothing in these blocks, sources and destinations, after a chunk that left them in disorder: evict
+        their prefixes, and have every sequence that names one of them computed anew. Whatever state they are in, the
+        pool is whole afterwards."""
         ...
 
 

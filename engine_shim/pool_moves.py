@@ -5,6 +5,7 @@ It reaches into the pool's own structures: it is one of its parts, in a file of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -14,6 +15,10 @@ from engine_shim.allocation_policy import AllocationPolicy, Taken
 from engine_shim.block_pool import BlockPool
 from engine_shim.errors import PoolError
 from engine_shim.layout import BlockState
+from engine_shim.policies import make_policy
+from engine_shim.prefix import PrefixIndex
+
+log = logging.getLogger(__name__)
 
 Pairs = Sequence[tuple[int, int]]  # source and destination
 
@@ -43,35 +48,50 @@ class PoolMoves:
                 raise PoolError(f"block {source} cannot be moved: it is {state.name}")
             if (state := pool.state(destination)) > BlockState.CACHED:
                 raise PoolError(f"nothing can be moved to block {destination}: it is {state.name}")
-        self._reserved = dict(moves)
+        reserved = dict(moves)
         cached = [destination for _, destination in moves if pool._policy.is_cached(destination)]
-        self._cached = set(cached)
+        held = set(cached)
+        standstill = _Standstill(pool._policy, frozenset(reserved.values()))
+        self._reserved, self._cached = reserved, held  # from here on nothing can fail
         if moves:
-            pool._policy = _Standstill(pool._policy, frozenset(self._reserved.values()))
+            pool._policy = standstill
         return cached
 
     def commit(self) -> None:
         """Let references, prefixes and states follow the contents. What was cached at a destination is now cached at
-        its source, and evicted when it would have been; the other sources are free, and handed out last."""
+        its source, and evicted when it would have been; the other sources are free, and handed out last.
+
+        All that is needed is worked out before anything changes. What raises nevertheless leaves references that are
+        not those of the tables, which `Mover`'s checks find; `scrap` then puts the pool in order.
+        """
         pool, moves, cached = self._pool, self._reserved, self._cached
         if not moves:
             return
+        private, counts, hash_of = pool._private, pool._counts, pool._prefixes.hash_of
+        sources, destinations = list(moves), list(moves.values())
+        alone = [(source, destination) for source, destination in moves.items() if source in private]
+        counted = [(s, d, counts[s]) for s, d in moves.items() if s not in private]
+        swapped = [(destination, source) for source, destination in moves.items() if destination in cached]
+        named = [*((s, d) for s, d in moves.items() if s in hash_of), *swapped]
+        filled = [destination for destination in destinations if destination not in cached]
+        vacated = [source for source, destination in moves.items() if destination not in cached]
         self._resume()
         policy = pool._policy
-        private, counts, hash_of = pool._private, pool._counts, pool._prefixes.hash_of
-        for source, destination in moves.items():
-            if source in private:
-                private.remove(source)
-                private.add(destination)
-            else:
-                counts[destination] = counts.pop(source)
-        swapped = [(destination, source) for source, destination in moves.items() if destination in cached]
-        pool._prefixes.relocate([*((s, d) for s, d in moves.items() if s in hash_of), *swapped])
+        for source, destination in alone:
+            private.remove(source)
+            private.add(destination)
+        for source, destination, references in counted:
+            del counts[source]
+            counts[destination] = references
+        pool._prefixes.relocate(named)
         if swapped:
             policy.move_cached(swapped)
-        policy.remove_free([destination for destination in moves.values() if destination not in cached])
-        policy.give_vacated([source for source, destination in moves.items() if destination not in cached])
-        pool._observer.moved(list(moves), list(moves.values()), live=True)
+        policy.remove_free(filled)
+        policy.give_vacated(vacated)
+        try:
+            pool._observer.moved(sources, destinations, live=True)
+        except Exception as error:  # noqa: BLE001 - the move is made, and whoever watches must not undo half of it
+            log.error("an observer failed on a move of %d blocks: %r", len(sources), error)
 
     def abandon(self) -> None:
         """Let the destinations go, as they were."""
@@ -83,6 +103,35 @@ class PoolMoves:
         if isinstance(policy, _Standstill):
             self._pool._policy = policy.real
         self._reserved, self._cached = {}, set()
+
+    def scrap(self, blocks: Collection[int]) -> None:
+        """After a commit that broke off: these blocks are free, whatever they were, and hold no prefix. Whoever has
+        them in a table is to forget them, not to release them.
+
+        References of all other blocks, their prefixes and the order of eviction stay (under `fifo` the order is lost);
+        the policy is made anew from them, so that nothing half done is left in it. O(blocks).
+        """
+        self._resume()
+        pool, gone = self._pool, frozenset(blocks)
+        pool._private -= gone
+        for block in gone:
+            pool._counts.pop(block, None)
+        in_use = pool._private.union(pool._counts)
+        hash_of = {block: name for block, name in pool._prefixes.hash_of.items() if block not in gone}
+        cached = [block for block in pool._policy.cached_blocks() if block in hash_of and block not in in_use]
+        kept = in_use.union(cached)
+        prefixes = PrefixIndex()
+        names = {block: name for block, name in hash_of.items() if block in kept}
+        prefixes.add(list(names), list(names.values()))
+        policy = make_policy(pool.policy, range(pool._end))
+        policy.remove_free([block for block in range(pool._end) if block in kept or block in pool._reserved])
+        policy.give_cached(cached)
+        policy.copies_left = pool._policy.copies_left
+        pool._policy, pool._prefixes = policy, prefixes
+        try:
+            pool._observer.freed(sorted(gone))
+        except Exception as error:  # noqa: BLE001 - as in `commit`: the pool is in order, and stays so
+            log.error("an observer failed on %d blocks that were given up: %r", len(gone), error)
 
     def references(self) -> NDArray[np.int64]:
         """The references of every block, as the pool counts them."""

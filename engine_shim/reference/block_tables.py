@@ -40,19 +40,23 @@ class BlockTables:
         if blocks is None:
             places = np.arange(flat.size)
         else:
-            self._wanted[blocks] = True
-            places = np.flatnonzero(self._wanted[flat])
-            self._wanted[blocks] = False
+            try:
+                self._wanted[blocks] = True
+                places = np.flatnonzero(self._wanted[flat])
+            finally:
+                self._wanted[blocks] = False
         which = np.searchsorted(starts, places, side="right") - 1
         return Hits(flat[places], numbers[which], (places - starts[which]).astype(np.uint32))
 
     def rename(self, moves: Moves) -> None:
         """Write each move's destination wherever its source stands."""
         renamed = self._renamed
-        renamed[moves[:, 0]] = moves[:, 1]
-        for sequence in self._sequences():
-            if sequence.table:
-                table = np.frombuffer(sequence.table, np.int64)  # a view, which keeps the array from growing
-                table[:] = renamed[table]
-                del table
-        renamed[moves[:, 0]] = moves[:, 0]
+        try:
+            renamed[moves[:, 0]] = moves[:, 1]
+            for sequence in self._sequences():
+                if sequence.table:
+                    table = np.frombuffer(sequence.table, np.int64)  # a view, which keeps the array from growing
+                    table[:] = renamed[table]
+                    del table
+        finally:  # what is left here would rename blocks that the next moves do not name
+            renamed[moves[:, 0]] = moves[:, 0]

@@ -126,7 +126,14 @@ class Engine:
         self._verify_every = verify_every
         self._verify_turn = 0
         self.elastic = ElasticPages(cache) if elastic else None
-        mover = ReferenceMover(pool, cache, runner, lambda: self.scheduler.running, before_write=self._take)
+        mover = ReferenceMover(
+            pool,
+            cache,
+            runner,
+            lambda: self.scheduler.running,
+            before_write=self._take,
+            recompute=self.scheduler.recompute,
+        )
         self.compaction = Compactor(
             mover,
             pool.num_blocks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,15 @@ class ReferenceMover:
         *,
         refusal: Callable[[], str] = lambda: "",
         before_write: Callable[[Iterable[int]], None] = lambda blocks: None,
+        recompute: Callable[[Collection[int]], None],
     ) -> None:
         """`sequences` are those with tables now. `refusal` is what stands against moving now, "" where nothing does.
-        `before_write` is told which blocks are about to be written."""
+        `before_write` is told which blocks are about to be written. `recompute` takes sequences that name these
+        blocks, which are free already, out of the batch, to be computed anew."""
         self._pool, self._cache, self._runner = pool, cache, runner
         self.moves = PoolMoves(pool)
         self._tables = BlockTables(sequences, pool.num_blocks)
-        self._refusal, self._before_write = refusal, before_write
+        self._refusal, self._before_write, self._recompute = refusal, before_write, recompute
         self._swapped = np.zeros((0, 2), np.int64)  # moves whose destination holds a prefix
         self._aside: Saved = ()  # the contents of their destinations, once copied out
 
@@ -82,8 +84,13 @@ class ReferenceMover:
         return moves
 
     def reserve(self, moves: Moves) -> int:
-        cached = self.moves.reserve([(source, destination) for source, destination in moves.tolist()])
-        self._swapped = moves[np.isin(moves[:, 1], np.array(cached, np.int64))]
+        self._aside, self._swapped = (), self._swapped[:0]
+        try:
+            cached = self.moves.reserve([(source, destination) for source, destination in moves.tolist()])
+            self._swapped = moves[np.isin(moves[:, 1], np.array(cached, np.int64))]
+        except Exception:
+            self.moves.abandon()  # a pool that stands still for moves that nobody makes would stop the engine
+            raise
         return 0
 
     def copy(self, moves: Moves) -> None:
@@ -97,27 +104,37 @@ class ReferenceMover:
         return self._cache.copier.digests(blocks.tolist())
 
     def commit(self, moves: Moves) -> None:
+        swapped = self._swapped
+        pairs = np.concatenate((moves, swapped[:, ::-1])).tolist()
+        copied = [(source, destination) for source, destination in pairs]
         self.moves.commit()
+        # Destinations are live from here on: whatever fails now, `abandon` must find nothing to write to them.
+        aside, self._aside, self._swapped = self._aside, (), swapped[:0]
         self._tables.rename(moves)
-        pairs = np.concatenate((moves, self._swapped[:, ::-1]))
-        self._runner.copied([(source, destination) for source, destination in pairs.tolist()])
-        self._cache.copied_blocks += len(pairs)
-        self._put_back(self._swapped[:, 0])
+        self._put_back(aside, swapped[:, 0])
+        self._cache.copied_blocks += len(copied)
+        self._runner.copied(copied)
 
     def abandon(self, moves: Moves) -> None:
         self.moves.abandon()
-        self._put_back(self._swapped[:, 1])
+        aside, swapped = self._aside, self._swapped
+        self._aside, self._swapped = (), swapped[:0]
+        self._put_back(aside, swapped[:, 1])
 
-    def _put_back(self, blocks: NDArray[np.int64]) -> None:
+    def give_up(self, moves: Moves) -> None:
+        self._aside, self._swapped = (), self._swapped[:0]
+        blocks = frozenset(moves.ravel().tolist())
+        self.moves.scrap(blocks)
+        self._recompute(blocks)
+
+    def _put_back(self, aside: Saved, blocks: NDArray[np.int64]) -> None:
         """Write what was set aside to `blocks`, which are cached."""
-        aside, self._aside, self._swapped = self._aside, (), self._swapped[:0]
         if not len(aside):
             return
         try:
             self._cache.copier.restore(aside, blocks)
-        except RuntimeError as error:
-            # A device that fails to write them costs these prefixes; wrong bytes under their names it must not leave.
-            log.warning("%d prefixes were lost when blocks changed places: %s", len(blocks), error)
+        except Exception as error:  # noqa: BLE001 - whatever it was, wrong bytes must not stay under their names
+            log.warning("%d prefixes were lost when blocks changed places: %r", len(blocks), error)
             self.moves.evict(blocks.tolist())
 
 

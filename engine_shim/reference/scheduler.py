@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -137,6 +137,13 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.status = Status.FINISHED
 
+    def recompute(self, lost: Collection[int]) -> None:
+        """Preempt every running sequence that names one of these blocks, which the pool has freed already: what they
+        held is not to be relied on."""
+        for sequence in [s for s in reversed(self.running) if any(block in lost for block in s.table)]:
+            self.running.remove(sequence)
+            self._preempt(sequence, lost)
+
     def release(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back, its last first: the front of a prefix is worth keeping longest."""
         self.pool.release(reversed(sequence.forget_blocks()), owner=sequence.owner)
@@ -197,8 +204,9 @@ class Scheduler:
             return False
         return True
 
-    def _preempt(self, victim: Sequence) -> None:
-        self.pool.release(reversed(victim.forget_blocks()), owner=victim.owner)
+    def _preempt(self, victim: Sequence, lost: Collection[int] = ()) -> None:
+        table = victim.forget_blocks()
+        self.pool.release([block for block in reversed(table) if block not in lost], owner=victim.owner)
         victim.status = Status.WAITING
         victim.preemptions += 1
         self.waiting.appendleft(victim)

@@ -96,6 +96,12 @@ class Mover:
     def abandon(self, moves: Moves) -> None:
         self.moves.abandon()
 
+    def give_up(self, moves: Moves) -> None:
+        blocks = set(moves.ravel().tolist())
+        self.moves.scrap(blocks)
+        for sequence in [number for number, table in self.tables.items() if not blocks.isdisjoint(table)]:
+            self.pool.release([block for block in self.tables.pop(sequence) if block not in blocks])
+
 
 class Engine:
     """Steps: what is asked for, a slice of a run, some traffic, and a publish."""

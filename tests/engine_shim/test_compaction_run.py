@@ -170,6 +170,18 @@ class Memory:
         self._call("abandon", moves)
         self.reserved.difference_update(moves[:, 1].tolist())
 
+    def give_up(self, moves: Moves) -> None:
+        self._call("give_up", moves)
+        blocks = set(moves.ravel().tolist())
+        self.reserved -= blocks
+        self.held -= blocks
+        for number in [number for number, table in self.tables.items() if not blocks.isdisjoint(table)]:
+            for block in self.tables.pop(number):
+                self.references[block] = max(0, self.references[block] - 1)
+        for block in blocks:
+            self.cached.pop(block, None)
+            self.references[block] = self.owners[block] = self.positions[block] = 0
+
 
 class KeepingMemory(Memory):
     """Swaps: what was cached at a destination is cached at the source afterwards."""
@@ -511,6 +523,8 @@ def failed_and_off(memory: Memory, **budgets: object) -> str:
     switch.off("by hand")
     assert switch.reason == report.reason
     assert not make_run(memory, switch).step()
+    if "computed anew" in report.reason:
+        memory.check()  # nobody reads what was left in disorder
     return report.reason
 
 
@@ -589,6 +603,20 @@ def test_a_commit_that_raises_half_way_turns_moving_off() -> None:
     reason = failed_and_off(memory)
     assert "left the pool changed" in reason
     assert "committed broke" in reason
+    assert "computed anew" in reason
+
+
+def test_blocks_that_cannot_be_given_up_are_said_to_be() -> None:
+    memory = scattered()
+
+    def fault(what: str, moves: Moves) -> None:
+        if what in ("committed", "give_up"):
+            raise RuntimeError(f"{what} broke")
+
+    memory.fault = fault
+    reason = failed_and_off(memory)
+    assert "committed broke" in reason
+    assert "giving its blocks up failed: RuntimeError('give_up broke')" in reason
 
 
 def test_a_failure_to_back_out_turns_moving_off() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from engine_shim import MapObserver, MapReader, MapSpec
 from engine_shim.block_pool import BlockPool
 from engine_shim.errors import PoolError, PoolExhausted
 from engine_shim.layout import BlockState
+from engine_shim.observer import NullObserver
 from engine_shim.policies import POLICIES
 from engine_shim.pool_moves import PoolMoves
 
@@ -97,6 +99,64 @@ def test_refusals_change_nothing() -> None:
     with pytest.raises(PoolError, match="not reserved"):
         moves.restore([one])
     assert pool.states().tolist() == before
+
+
+class Broken(NullObserver):
+    def moved(self, sources: Sequence[int], destinations: Sequence[int], *, live: bool) -> None:
+        raise RuntimeError("no space left")
+
+    def freed(self, blocks: Sequence[int], owner: int = 0) -> None:
+        raise RuntimeError("no space left")
+
+
+def test_an_observer_that_raises_does_not_break_a_move_off() -> None:
+    pool = BlockPool(6, headroom=0, observer=Broken())
+    moves = PoolMoves(pool)
+    (live,) = pool.allocate(1).blocks
+    moves.reserve([(live, 5)])
+    moves.commit()
+    assert (pool.state(5), pool.state(live)) == (USED, FREE)
+    moves.scrap([5])
+    assert pool.num_free == 6
+
+
+def test_a_reservation_that_raises_leaves_the_pool_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = BlockPool(6, headroom=0)
+    moves = PoolMoves(pool)
+    (live,) = pool.allocate(1).blocks
+
+    def fail(block: int) -> bool:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "state", lambda block: USED if block == live else FREE)
+        patch.setattr(pool._policy, "is_cached", fail)
+        with pytest.raises(MemoryError):
+            moves.reserve([(live, 5)])
+    assert pool.allocate(1).blocks == [1]
+    assert moves.reserve([(live, 5)]) == []
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_scrapped_blocks_are_free_whatever_they_were_and_the_others_stay(policy: str) -> None:
+    pool = BlockPool(12, policy=policy, headroom=0, reserved=(0,))
+    moves = PoolMoves(pool)
+    held = pool.allocate(6).blocks
+    moves.withdraw([11])
+    pool.register_blocks(held, range(10, 16))
+    pool.fork(held[:2])
+    pool.release(held[3:])
+    pool.pin(held[2:3])
+    moves.reserve([(held[0], held[3])])
+    moves.scrap([held[0], held[3], 9])
+    states = pool.states()
+    assert states[[held[0], held[3], 9]].tolist() == [FREE] * 3
+    assert [pool.state(block) for block in held[1:3]] == [USED, PINNED]
+    assert (pool.references(held[1]), pool.num_cached, pool.num_free) == (2, 2, 6)
+    assert states[[0, 11]].tolist() == [RESERVED] * 2
+    assert [pool.find_prefix([name]) for name in range(10, 16)] == [[], [2], [3], [], [held[4]], [held[5]]]
+    taken = pool.allocate(8).blocks
+    assert sorted(taken) == sorted(np.flatnonzero(states <= CACHED).tolist())
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -20,6 +20,7 @@ from engine_shim.errors import ControlRefused, PoolError
 from engine_shim.layout import BlockState
 from engine_shim.mover import MoveSwitch
 from engine_shim.policies import POLICIES
+from engine_shim.prefix import hash_prefix_blocks
 from engine_shim.reference.block_copy import BlockCopier
 from engine_shim.reference.block_tables import BlockTables
 from engine_shim.reference.build import EngineSettings, build_engine
@@ -377,6 +378,67 @@ def test_a_mover_that_raises_leaves_the_pool_consistent(
     monkeypatch.undo()
     assert engine.verify_all() == []
     check_pool(engine)
+
+
+INNER_CALLS: dict[str, Callable[[Any], Any]] = {
+    "moves.reserve": lambda engine: engine.compaction.mover.moves,
+    "moves.commit": lambda engine: engine.compaction.mover.moves,
+    "tables.find": lambda engine: engine.compaction.mover._tables,
+    "tables.rename": lambda engine: engine.compaction.mover._tables,
+    "runner.copied": lambda engine: engine.runner,
+    "copier.save": lambda engine: engine.cache.copier,
+    "copier.copy": lambda engine: engine.cache.copier,
+    "copier.settle": lambda engine: engine.cache.copier,
+    "copier.restore": lambda engine: engine.cache.copier,
+    "prefixes.relocate": lambda engine: engine.pool._prefixes,
+    "policy.move_cached": lambda engine: engine.pool._policy,
+    "policy.remove_free": lambda engine: engine.pool._policy,
+    "policy.give_vacated": lambda engine: engine.pool._policy,
+    "observer.moved": lambda engine: engine.pool._observer,
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["instead", "after"])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+@pytest.mark.parametrize("inner", INNER_CALLS)
+def test_whatever_raises_within_a_chunk_no_sequence_reads_wrong_contents(
+    inner: str, error: type[Exception], late: bool, make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call that a chunk makes fails once, before or after it did its work, while prefixes lie in the way."""
+    engine = make_engine(blocks=60, block_tokens=4, headroom=0.0, limits=Limits(64, 1000))
+    for index in range(10):
+        length = 17 + (3 if index % 2 else 25)
+        tokens = np.arange(length, dtype=np.int64) + 1000 * index
+        hashes = hash_prefix_blocks(tokens.tolist(), 4)
+        assert engine.submit(Sequence(str(index), tokens, prompt_tokens=17, length=17, hashes=hashes))
+    for _ in range(4):
+        engine.step()
+    name = inner.split(".")[1]
+    holder = INNER_CALLS[inner](engine)
+    right = getattr(holder, name)
+    calls: list[str] = []
+
+    def once(*arguments: Any, **named: Any) -> Any:
+        calls.append(inner)
+        if len(calls) > 1:
+            return right(*arguments, **named)
+        if late:
+            right(*arguments, **named)
+        raise error("injected")
+
+    monkeypatch.setattr(holder, name, once)
+    engine.compaction.start(RunSettings(target=0.0, max_step_seconds=1.0))
+    for _ in range(6):
+        engine.step()
+        assert engine.verify_all() == []
+        check_pool(engine)
+    assert calls
+    while engine.scheduler.has_work:
+        engine.step()
+    assert engine.report().served_requests == 10
+    assert engine.verify_all() == []
+    check_pool(engine)
+    assert engine.pool.num_allocatable == engine.pool.usable_blocks
 
 
 def test_a_copy_that_breaks_off_loses_no_prefix(make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch) -> None:
