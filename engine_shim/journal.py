@@ -54,25 +54,53 @@ REFERENCES_AFTER = _table(
     {_E.ALLOCATE: 1, _E.REUSE: 1, _E.FREE: 0, _E.CACHE: 0, _E.EVICT: 0, _E.RESERVE: 0}, default=-1
 )
 REFERENCES_ADDED = _table({_E.SHARE: 1, _E.UNSHARE: -1})
-TAKES_OWNER = _table({_E.ALLOCATE: 1, _E.REUSE: 1}).astype(bool)
-TAKES_OWNER[HELD] = True
-LOSES_OWNER = _table({_E.FREE: 1, _E.CACHE: 1, _E.EVICT: 1}).astype(bool)
-EMPTIES = _table({_E.ALLOCATE: 1, _E.FREE: 1, _E.EVICT: 1}).astype(bool)
-TOUCHES = _table({_E.ALLOCATE: 1, _E.REUSE: 1, _E.SHARE: 1, _E.UNSHARE: 1, _E.FREE: 1, _E.CACHE: 1, _E.PIN: 1}).astype(
-    bool
-)
-ENDS_LIFE = _table({_E.FREE: 1, _E.EVICT: 1}).astype(bool)
-SETS_STATE = STATE_AFTER >= 0
-SETS_REFERENCES = REFERENCES_AFTER >= 0
-ADDS_REFERENCES = REFERENCES_ADDED != 0
-SETS_TOKENS = EMPTIES.copy()
-SETS_TOKENS[WROTE] = True
-BEGINS_LIFE = _table({_E.ALLOCATE: 1}).astype(bool)
-EVICTS = _table({_E.EVICT: 1}).astype(bool)
-HITS = _table({_E.REUSE: 1, _E.SHARE: 1}).astype(bool)
-MOVES = _table({_E.MOVE: 1, _E.RELOCATE: 1}).astype(bool)
+
+
+class KindSet:
+    """Some kinds. Most steps hold few of them, so that all or none of a step is often meant: `bits` tells at once."""
+
+    __slots__ = ("bits", "table")
+
+    def __init__(self, *kinds: int) -> None:
+        self.bits = sum(1 << kind for kind in set(kinds))
+        self.table = np.array([bool(self.bits >> kind & 1) for kind in range(_KINDS)])
+
+    def __or__(self, other: KindSet) -> KindSet:
+        return KindSet(*(kind for kind in range(_KINDS) if (self.bits | other.bits) >> kind & 1))
+
+    def in_any(self, batch: Batch) -> bool:
+        """Does a batch hold any of these?"""
+        return bool(self.bits & batch.kinds)
+
+    def entries(self, batch: Batch) -> NDArray[np.bool_]:
+        """Which entries are of these kinds, (e,)."""
+        return self.table.take(batch.entry_kind)
+
+    def elements(self, batch: Batch) -> slice | NDArray[np.bool_]:
+        """Which elements are, (n,); without a mask where all of them are."""
+        return slice(None) if not batch.kinds & ~self.bits else self.entries(batch).take(batch.entry)
+
+
+TAKES_OWNER = KindSet(_E.ALLOCATE, _E.REUSE, HELD)
+LOSES_OWNER = KindSet(_E.FREE, _E.CACHE, _E.EVICT)
+SETS_OWNER = TAKES_OWNER | LOSES_OWNER
+EMPTIES = KindSet(_E.ALLOCATE, _E.FREE, _E.EVICT)
+SETS_GROUP = TAKES_OWNER | EMPTIES
+SETS_TOKENS = EMPTIES | KindSet(WROTE)
+TOUCHES = KindSet(_E.ALLOCATE, _E.REUSE, _E.SHARE, _E.UNSHARE, _E.FREE, _E.CACHE, _E.PIN)
+BEGINS_LIFE = KindSet(_E.ALLOCATE)
+ENDS_LIFE = KindSet(_E.FREE, _E.EVICT)
+EVICTS = KindSet(_E.EVICT)
+HITS = KindSet(_E.REUSE, _E.SHARE)
+UNPINS = KindSet(_E.UNPIN)
+MOVES = KindSet(_E.MOVE, _E.RELOCATE)
+SILENT = KindSet(WROTE, HELD)
+SETS_STATE = KindSet(*np.flatnonzero(STATE_AFTER >= 0).tolist())
+SETS_REFERENCES = KindSet(*np.flatnonzero(REFERENCES_AFTER >= 0).tolist())
+ADDS_REFERENCES = KindSet(*np.flatnonzero(REFERENCES_ADDED).tolist())
 OWNER_BLOCKS = _table({_E.ALLOCATE: 1, _E.REUSE: 1, _E.SHARE: 1, _E.UNSHARE: -1, _E.FREE: -1, _E.CACHE: -1})
 
+_NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 _BOUNDS_MS = np.array(HISTOGRAM_BOUNDS_SECONDS) * 1000
 
 
@@ -82,6 +110,7 @@ class Batch:
 
     entry_kind: NDArray[np.int64]  # (e,)
     entry_owner: NDArray[np.int64]  # (e,)
+    entry_position: NDArray[np.int64]  # (e,) of the first block
     entry_extra: NDArray[np.int64]  # (e,)
     entry_time_ns: NDArray[np.int64]  # (e,)
     entry_length: NDArray[np.int64]  # (e,)
@@ -91,6 +120,7 @@ class Batch:
     position: NDArray[np.int64]  # (n,)
     rows: NDArray[np.int64]  # (n,) where the block's values stood before the step; `blocks` itself where none moved
     sources: NDArray[np.int64]  # (m,) what moved, and where to, in order
+    kinds: int  # which kinds there are, bit by bit
     moved_blocks: NDArray[np.int64]  # (b,) blocks whose values stand elsewhere after the step,
     moved_rows: NDArray[np.int64]  # (b,) and the rows to take them from
 
@@ -104,12 +134,12 @@ def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()
     """
     kinds, lists, owners, positions, extras, times = zip(*entries, strict=True)
     count = len(lists)
-    lengths = np.fromiter(map(len, lists), np.int64, count)
+    lengths = np.frombuffer(array("q", map(len, lists)), np.int64)
     # array() refuses what is not a whole number, where NumPy would cut 1.5 down to 1.
-    blocks = np.frombuffer(array("q", chain.from_iterable(lists)), np.int64) if lengths.any() else np.zeros(0, np.int64)
-    kind, owner, position, extra, time_ns = np.array(kinds + owners + positions + extras + times, np.int64).reshape(
-        5, count
-    )
+    flat = array("q", chain.from_iterable(lists))
+    blocks = np.frombuffer(flat, np.int64) if flat else _NOTHING
+    numbers = np.frombuffer(array("q", kinds + owners + positions + extras + times), np.int64)
+    kind, owner, position, extra, time_ns = numbers.reshape(5, count)
     entry = np.repeat(np.arange(count), lengths)
     rows, moved = (blocks, {}) if not move_sources else _follow_moves(kinds, lists, move_sources)
     # What a block's position is less its place in the batch is one number for each entry.
@@ -117,6 +147,7 @@ def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()
     return Batch(
         entry_kind=kind,
         entry_owner=owner,
+        entry_position=position,
         entry_extra=extra,
         entry_time_ns=time_ns,
         entry_length=lengths,
@@ -125,9 +156,10 @@ def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()
         kind=kind.take(entry),
         position=shift.take(entry) + np.arange(len(blocks)),
         rows=rows,
-        sources=np.array(list(chain.from_iterable(move_sources)), np.int64),
-        moved_blocks=np.fromiter(moved.keys(), np.int64, len(moved)),
-        moved_rows=np.fromiter(moved.values(), np.int64, len(moved)),
+        kinds=sum(1 << one for one in set(kinds)),
+        sources=np.array(list(chain.from_iterable(move_sources)), np.int64) if move_sources else _NOTHING,
+        moved_blocks=np.fromiter(moved.keys(), np.int64, len(moved)) if moved else _NOTHING,
+        moved_rows=np.fromiter(moved.values(), np.int64, len(moved)) if moved else _NOTHING,
     )
 
 
@@ -139,7 +171,7 @@ def _follow_moves(
     rows: list[int] = []
     remaining = iter(move_sources)
     for kind, blocks in zip(kinds, lists, strict=True):
-        if MOVES[kind]:
+        if MOVES.table[kind]:
             sources = next(remaining, ())
             if len(sources) != len(blocks) or len({*sources, *blocks}) != 2 * len(blocks):
                 raise ValueError("a batch of moves names a block twice, or not as many sources as destinations")
@@ -157,7 +189,7 @@ def event_runs(batch: Batch) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArr
     step = blocks[1:] - blocks[:-1]
     joined = ((step == 1) | (step == -1)) & (entry[1:] == entry[:-1])
     if len(batch.sources):
-        joined &= ~MOVES.take(batch.kind[1:])  # each move tells where it came from
+        joined &= ~MOVES.table.take(batch.kind[1:])  # each move tells where it came from
     # A run must keep its direction: 5, 6, 5 is two runs.
     joined[1:] &= ~joined[:-1] | (step[1:] == step[:-1])
     starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_shim import journal, layout
-from engine_shim.journal import HELD, WROTE, Batch, Entry
+from engine_shim.journal import WROTE, Batch, Entry
 from engine_shim.layout import COUNTERS, EventKind
 from engine_shim.map_writer import MapWriter
 from engine_shim.text import fit
@@ -169,12 +169,12 @@ class StepPublisher:
         if lowest < 0 or highest >= self.writer.spec.total_blocks:
             wrong = lowest if lowest < 0 else highest
             raise IndexError(f"block {wrong} is not in a pool of {self.writer.spec.total_blocks}")
-        _in_range("an owner", int(batch.entry_owner.min()), 1 << 32)
-        _in_range("an owner", int(batch.entry_owner.max()), 1 << 32)
-        _in_range("an owner's slot", int((batch.entry_owner & _SLOT_MASK).max()), self.writer.spec.owner_slots)
-        _in_range("a position", int(batch.position.min()), 1 << 32)
-        _in_range("a group", int(batch.entry_extra.min()), layout.NO_GROUP + 1)
-        _in_range("a group", int(batch.entry_extra.max()), layout.NO_GROUP + 1)
+        owner, position, extra = batch.entry_owner, batch.entry_position, batch.entry_extra
+        # As one bit pattern each: a number out of range has a bit where none may be, a negative one the sign.
+        _in_range("an owner", int(np.bitwise_or.reduce(owner)), 1 << 32)
+        _in_range("an owner's slot", int((owner & _SLOT_MASK).max()), self.writer.spec.owner_slots)
+        _in_range("a position", int(np.bitwise_or.reduce(position)), 1 << 32)
+        _in_range("a group", int(np.bitwise_or.reduce(extra)), layout.NO_GROUP + 1)
         parts = [_whole_numbers(part) for part in step.token_lists]
         tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         written = int(batch.entry_length[batch.entry_kind == WROTE].sum())
@@ -193,12 +193,11 @@ class StepPublisher:
             ("idle_before_evict", journal.EVICTS, self._touched_ms, journal.TOUCHES),
             ("reuse_gap", journal.HITS, self._touched_ms, journal.TOUCHES),
         ):
-            entries = kinds.take(batch.entry_kind)
-            if entries.any():
+            if kinds.in_any(batch):
                 by_block = by_block or journal.order_by_block(batch.rows)
-                setter = starts.take(batch.entry_kind).take(batch.entry)
+                setter = starts.entries(batch).take(batch.entry)
                 began = journal.previous(by_block, setter, now_ms, since.take(batch.rows))
-                chosen = entries.take(batch.entry)
+                chosen = kinds.elements(batch)
                 took = (now_ms[chosen] - began[chosen]) & _MS_MASK
                 # Half the range and more is a clock that was set back, not a block of 25 days.
                 result[name] = np.where(took > _MS_MASK // 2, 0, took)
@@ -219,31 +218,31 @@ class StepPublisher:
         if len(batch.moved_blocks):
             touched_segments[batch.moved_blocks // layout.SEGMENT_BLOCKS] = True
         with writer.segments_open(np.flatnonzero(touched_segments)):
-            if _UNPIN in batch.entry_kind:
+            if journal.UNPINS.in_any(batch):
                 after = journal.STATE_AFTER.take(kind)
                 unpins = kind == _UNPIN
                 after[unpins] = batch.entry_extra.take(batch.entry)[unpins]
                 state[rows[after >= 0]] = after[after >= 0]
             else:
-                sets = _chosen(batch, journal.SETS_STATE)
+                sets = journal.SETS_STATE.elements(batch)
                 state[rows[sets]] = journal.STATE_AFTER.take(kind[sets])
             self._store_references(batch)
             if (tokens := columns.get("tokens")) is not None:
                 _store_tokens(tokens, batch, tokens_written)
-            takes = _chosen(batch, journal.TAKES_OWNER)
+            takes = journal.TAKES_OWNER.elements(batch)
             if (owner := columns.get("owner")) is not None:
-                either = _chosen(batch, journal.TAKES_OWNER | journal.LOSES_OWNER)
-                values = batch.entry_owner * journal.TAKES_OWNER.take(batch.entry_kind)
+                either = journal.SETS_OWNER.elements(batch)
+                values = batch.entry_owner * journal.TAKES_OWNER.entries(batch)
                 owner[rows[either]] = values.take(batch.entry[either])
             if (position := columns.get("position")) is not None:
                 position[rows[takes]] = batch.position[takes]
             if (group := columns.get("group")) is not None:
-                either = _chosen(batch, journal.TAKES_OWNER | journal.EMPTIES)
-                values = np.where(journal.TAKES_OWNER.take(batch.entry_kind), batch.entry_extra, layout.NO_GROUP)
+                either = journal.SETS_GROUP.elements(batch)
+                values = np.where(journal.TAKES_OWNER.entries(batch), batch.entry_extra, layout.NO_GROUP)
                 group[rows[either]] = values.take(batch.entry[either])
-            touches = _chosen(batch, journal.TOUCHES)
+            touches = journal.TOUCHES.elements(batch)
             self._touched_ms[rows[touches]] = updates["now_ms"][touches]
-            born = _chosen(batch, journal.BEGINS_LIFE)
+            born = journal.BEGINS_LIFE.elements(batch)
             self._born_ms[rows[born]] = updates["now_ms"][born]
             after_counts = np.bincount(state[changed], minlength=8)[:8]
             if len(batch.moved_blocks):
@@ -266,8 +265,8 @@ class StepPublisher:
 
     def _store_references(self, batch: Batch) -> None:
         kind, rows = batch.kind, batch.rows
-        if not journal.ADDS_REFERENCES.take(batch.entry_kind).any():
-            sets = _chosen(batch, journal.SETS_REFERENCES)
+        if not journal.ADDS_REFERENCES.in_any(batch):
+            sets = journal.SETS_REFERENCES.elements(batch)
             self._references[rows[sets]] = journal.REFERENCES_AFTER.take(kind[sets])
             return
         # Additions after the last setter of each block count on top of it.
@@ -280,13 +279,13 @@ class StepPublisher:
     def _write_events(self, batch: Batch) -> None:
         starts, lengths, downwards = journal.event_runs(batch)
         kinds = batch.kind.take(starts)
-        if WROTE in batch.entry_kind or HELD in batch.entry_kind:
-            keep = (kinds != WROTE) & (kinds != HELD)
+        if journal.SILENT.in_any(batch):
+            keep = ~journal.SILENT.table.take(kinds)
             starts, lengths, downwards, kinds = starts[keep], lengths[keep], downwards[keep], kinds[keep]
         entry = batch.entry.take(starts)
         other = batch.entry_extra.take(entry)
         if len(batch.sources):
-            other[journal.MOVES.take(kinds)] = batch.sources  # one event a move, in order
+            other[journal.MOVES.table.take(kinds)] = batch.sources  # one event a move, in order
         words = layout.event_words(
             batch.entry_time_ns.take(entry),
             batch.blocks.take(starts),
@@ -380,15 +379,9 @@ def _shift_counts(words: NDArray[Any], before: NDArray[np.int64], after: NDArray
     words[:] = words.astype(np.int64) + after - before
 
 
-def _chosen(batch: Batch, kinds: NDArray[np.bool_]) -> slice | NDArray[np.bool_]:
-    """Which elements of a batch are of the kinds marked in `kinds`; where all of them are, without a mask."""
-    chosen = kinds.take(batch.entry_kind)
-    return slice(None) if chosen.all() else chosen.take(batch.entry)
-
-
 def _store_tokens(column: NDArray[Any], batch: Batch, tokens_written: NDArray[np.int64]) -> None:
     values = np.zeros(len(batch.blocks), np.int64)
     if len(tokens_written):
         values[batch.kind == WROTE] = np.clip(tokens_written, 0, 0xFFFF)
-    sets = _chosen(batch, journal.SETS_TOKENS)
+    sets = journal.SETS_TOKENS.elements(batch)
     column[batch.rows[sets]] = values[sets]
