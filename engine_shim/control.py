@@ -3,8 +3,9 @@
 The engine owns a ControlMailbox and looks into it at its step boundaries; everything else happens on one daemon thread
 that never waits for the engine and that the engine never waits for. Up to `connections` peers are served, each with one
 request at a time and against a deadline. Requests queue in order, the kill switch ahead of all; a second `compact` is
-answered `busy` while one is queued or runs. A run goes on when its asker has gone, since it is bounded by itself; a
-request that the engine has not taken yet is then withdrawn.
+answered `busy` while one is queued or runs. A peer beyond the limit takes the place of one that asks nothing. A run
+goes on when its asker has gone, since it is bounded by itself; a request that the engine has not taken yet is then
+withdrawn.
 """
 
 from __future__ import annotations
@@ -192,10 +193,23 @@ class ControlServer:
                 _log.warning("control refused: %s (pid %d); said once for each uid", reason, peer.pid)
             action = "run the agent as the engine's user, as root, or in that group"
             return ErrorReply(error="refused", message=reason, action=action)
-        if len(self._connections) >= self._limits.connections:
+        if len(self._connections) >= self._limits.connections and not self._make_room():
             return busy(f"{len(self._connections)} control connections are open", "ask again later")
         self._connections.append(Connection(accepted, peer, now + self._limits.message_seconds))
         return None
+
+    def _make_room(self) -> bool:
+        """Give up the connection that has asked nothing for longest, else the one that has left a reply unfetched for
+        longest: who connects and does no more must not keep the kill switch out. False where all wait for the engine.
+        """
+        resting = [one for one in self._connections if one.resting()]
+        if not resting:
+            return False
+        longest = min(resting, key=lambda one: (bool(one.reply), one.deadline))
+        self._connections.remove(longest)
+        action = "send the request at once; ask again"
+        turn_away(longest.socket, busy("others need the connection, and nothing was asked over it", action))
+        return True
 
     def _serve(self, connection: Connection, event: int, now: float) -> None:
         try:

@@ -31,6 +31,17 @@ class Connection:
         whole = len(self.received) >= MAX_LINE_BYTES or b"\n" in self.received
         return whole and not self.reply and self.ticket is None
 
+    def resting(self) -> bool:
+        """Does it neither ask nor wait, or not fetch its reply? What has arrived and was not read yet counts."""
+        if self.ticket is not None or self.ready():
+            return False
+        if self.reply:
+            return True
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:  # nothing is there, or the peer has gone
+            return True
+
     def interest(self) -> int:
         """What poll should report; a peer that hung up it always does."""
         if self.reply:

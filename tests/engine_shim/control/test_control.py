@@ -8,6 +8,7 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from engine_shim.control_messages import (
 from engine_shim.control_peer import Peer
 
 if TYPE_CHECKING:
-    from tests.engine_shim.control.conftest import Call, Serve
+    from tests.engine_shim.control.conftest import Call, Caller, Serve
 
 PATIENCE_SECONDS = 30.0
 HASTY = ControlLimits(message_seconds=0.3)
@@ -275,20 +276,60 @@ def test_a_peer_that_does_not_fetch_its_reply_is_left(serve: Serve, call: Call) 
 
 def test_connections_beyond_the_limit_are_told_so(serve: Serve, call: Call) -> None:
     server, mailbox = serve()
-    callers = [call(server) for _ in range(16)]
-    callers[-1].say(StatusRequest())
-    mailbox.answer(mailbox.next(), STATUS)
-    assert callers[-1].reply() == STATUS  # all sixteen are accepted by now
+    callers = [call(server).say(StatusRequest()) for _ in range(16)]
+    tickets = [mailbox.next() for _ in callers]  # all sixteen wait for the engine
     turned_away = call(server)
     assert turned_away.error().error == "busy"
     assert turned_away.is_closed()
-    callers[0].socket.close()
-    callers[1].say(StatusRequest())  # handled behind the close
-    mailbox.answer(mailbox.next(), STATUS)
-    assert callers[1].reply() == STATUS
+    for ticket in tickets:
+        mailbox.answer(ticket, STATUS)
+    assert [caller.reply() for caller in callers] == [STATUS] * 16
     latecomer = call(server).say(StatusRequest())
     mailbox.answer(mailbox.next(), STATUS)
     assert latecomer.reply() == STATUS
+
+
+def idle_peer(server: ControlServer, call: Call) -> Caller:
+    return call(server)
+
+
+def trickling_peer(server: ControlServer, call: Call) -> Caller:
+    return call(server).say(b'{"schema"')
+
+
+@pytest.mark.parametrize("hold", [idle_peer, trickling_peer])
+def test_peers_that_ask_nothing_do_not_keep_the_kill_switch_out(
+    serve: Serve, call: Call, hold: Callable[[ControlServer, Call], Caller]
+) -> None:
+    """Nor do they cost their places those who ask, or who wait for the engine."""
+    server, mailbox = serve()
+    waiting = call(server).say(CompactRequest())
+    run = mailbox.next()
+    held = [hold(server, call) for _ in range(40)]
+    switch = call(server).say(MovingRequest(on=False))
+    mailbox.answer(mailbox.next(), SwitchReply(on=False))
+    assert switch.reply() == SwitchReply(on=False)
+    assert held[0].error().error == "busy"  # the one that has held its place for longest
+    assert held[0].is_closed()
+    mailbox.answer(run, run_reply())
+    assert waiting.reply() == run_reply()
+    held[-1].socket.close()
+
+
+def test_a_peer_that_does_not_fetch_its_replies_makes_room(serve: Serve, call: Call) -> None:
+    server, mailbox = serve(ControlLimits(connections=1, message_seconds=600.0))
+    greedy = call(server)
+    greedy.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    answered, big = 0, run_reply(text="x" * 60_000)
+    greedy.say(encode_request(StatusRequest()) * 40)
+    while mailbox.awake.acquire(timeout=2.0):  # until its buffer is full of replies
+        while (ticket := mailbox.take()) is not None:
+            mailbox.answer(ticket, big)
+            answered += 1
+    assert 0 < answered < 40
+    switch = call(server).say(MovingRequest(on=False))
+    mailbox.answer(mailbox.next(), SwitchReply(on=False))
+    assert switch.reply() == SwitchReply(on=False)
 
 
 def test_a_flood_of_connections_passes(serve: Serve, call: Call) -> None:
