@@ -57,7 +57,7 @@ class BlockPool:
             raise SettingsError(f"block_tokens={block_tokens}: a block holds at least one token")
         if not 0.0 <= headroom < 1.0:
             raise SettingsError(f"headroom={headroom} is a share of the usable blocks: 0 or more, below 1")
-        self._reserved = frozenset(reserved)
+        self._reserved = set(reserved)
         if outside := sorted(block for block in self._reserved if not 0 <= block < num_blocks):
             raise SettingsError(f"reserved block {outside[0]} is outside the pool of {num_blocks} blocks")
         usable = [block for block in range(num_blocks) if block not in self._reserved]

@@ -187,7 +187,7 @@ class PoolMoves:
         if not blocks:
             return
         pool._policy.remove_free(blocks)
-        pool._reserved = pool._reserved.union(blocks)
+        pool._reserved.update(blocks)
         pool.usable_blocks = pool.num_blocks - len(pool._reserved)
         pool._observer.reserved(list(blocks))
 
@@ -198,7 +198,7 @@ class PoolMoves:
             raise PoolError(f"block {min(missing)} cannot be put into service: it is not reserved")
         if not blocks:
             return
-        pool._reserved = pool._reserved.difference(blocks)
+        pool._reserved.difference_update(blocks)
         pool.usable_blocks = pool.num_blocks - len(pool._reserved)
         pool._policy.give_vacated(blocks)
         pool._observer.freed(list(blocks))

@@ -141,7 +141,7 @@ class Engine:
             consumer=ElasticConsumer(self.elastic, pool, mover.moves) if self.elastic is not None else None,
             wake=self._clock.wake,
         )
-        self.size = PoolSize(pool, mover.moves, self.compaction, self._copy, self._sequences)
+        self.size = PoolSize(pool, mover.moves, self.compaction, self._copy, self._sequences, self.scheduler.refusal)
         self.desk = ControlDesk(ControlMailbox(self._clock.wake), pool, self.compaction, set_policy=self.set_policy)
         self._control: ControlServer | None = None
         self._started = self._clock.now()
@@ -152,7 +152,7 @@ class Engine:
 
     def submit(self, sequence: Sequence) -> bool:
         """Queue a sequence; False, counted and logged, where the pool can never hold it."""
-        reason = self.scheduler.refusal(sequence)
+        reason = self.scheduler.refusal(sequence, self.size.usable_blocks)
         if reason is not None:
             self._rejected += 1
             log.info("request %s rejected: %s", sequence.request_id, reason)

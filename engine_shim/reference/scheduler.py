@@ -65,16 +65,18 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def refusal(self, sequence: Sequence) -> str | None:
-        """Why a sequence can never be served by this pool, or None where it can."""
+    def refusal(self, sequence: Sequence, usable: int | None = None) -> str | None:
+        """Why a sequence can never be served by this pool, or None where it can. `usable` blocks, where the pool is to
+        have others than it has now."""
         pool = self.pool
+        usable = pool.usable_blocks if usable is None else usable
         whole, prompt = self._blocks_for(sequence.max_tokens - 1), self._blocks_for(sequence.prompt_tokens)
-        if whole > pool.usable_blocks:
-            return f"{sequence.max_tokens} tokens need {whole} blocks; the pool has {pool.usable_blocks}"
-        if prompt > pool.usable_blocks - pool.headroom_blocks:
+        if whole > usable:
+            return f"{sequence.max_tokens} tokens need {whole} blocks; the pool has {usable}"
+        if prompt > usable - pool.headroom_blocks:
             return (
                 f"a prompt of {sequence.prompt_tokens} tokens needs {prompt} blocks; "
-                f"new sequences may take {pool.usable_blocks - pool.headroom_blocks}"
+                f"new sequences may take {usable - pool.headroom_blocks}"
             )
         return None
 

@@ -16,12 +16,13 @@ from engine_shim.compaction_report import CompactionReport, Outcome
 from engine_shim.compaction_run import RunSettings
 from engine_shim.errors import ControlRefused, PoolError, SettingsError
 from engine_shim.layout import BlockState
+from engine_shim.prefix import hash_prefix_blocks
 from engine_shim.reference.consumers import transfer_cost
 from engine_shim.reference.elastic import ElasticPages, resident_bytes
 from engine_shim.reference.engine import Engine
 from engine_shim.reference.geometry import named_geometry
 from engine_shim.reference.kv_cache import KVCache
-from engine_shim.reference.sequence import sequence_of
+from engine_shim.reference.sequence import Sequence, sequence_of
 from engine_shim.tail_plan import plan_tail
 from engine_shim.workload import TraceRequest
 
@@ -143,7 +144,7 @@ def test_prefixes_of_the_tail_are_kept_where_there_is_room(make_engine: EngineMa
 def test_a_pool_is_not_made_too_small_for_what_it_serves(make_engine: EngineMaker) -> None:
     engine = make_engine(blocks=128)
     assert engine.submit(sequence_of(TraceRequest(0, 0.0, 800, 10, (1, 2)), 16))
-    for blocks, why in ((40, "needs 51"), (0, "can use 1 to 128"), (129, "can use 1 to 128")):
+    for blocks, why in ((40, "need 51 blocks; the pool has 39"), (0, "can use 1 to 128"), (129, "can use 1 to 128")):
         with pytest.raises(SettingsError, match=why):
             engine.size.resize(blocks)
     assert engine.pool.usable_blocks == 127
@@ -182,6 +183,164 @@ def test_the_kill_switch_stops_a_resize(make_engine: EngineMaker) -> None:
     assert reports[0].outcome in (Outcome.REFUSED, Outcome.PARTIAL)
     assert reports[0].reason == "moving is switched off"
     assert states_of(engine).count(RESERVED) == 1
+
+
+def with_prefixes_above(engine: Engine) -> Engine:
+    """Prefixes of an ended sequence in blocks 71 to 170 of 201, free blocks above, a live sequence below."""
+    for index, (prompt, output) in enumerate(((280, 40), (400, 2))):
+        tokens = np.arange(prompt + output, dtype=np.int64) + 1_000_000 * index
+        hashes = hash_prefix_blocks(tokens.tolist(), 4)
+        assert engine.submit(Sequence(str(index), tokens, prompt_tokens=prompt, length=prompt, hashes=hashes))
+    for _ in range(4):
+        engine.step()
+    engine.compaction.mover.moves.evict([b for b in range(75, 105) if engine.pool.state(b) is CACHED])  # type: ignore[attr-defined]
+    assert states_of(engine)[110:].count(CACHED) > 30
+    assert states_of(engine)[:110].count(FREE) > 20
+    return engine
+
+
+SHRINKING: dict[str, Any] = {"blocks": 201, "block_tokens": 4, "headroom": 0.0}
+
+
+def check_books(engine: Engine) -> None:
+    """The pool's counts are those of its states, and every free or cached block can be handed out."""
+    states = states_of(engine)
+    assert (engine.pool.num_free, engine.pool.num_cached) == (states.count(FREE), states.count(CACHED))
+    assert engine.pool.usable_blocks == len(states) - states.count(RESERVED)
+    assert engine.verify_all() == []
+
+
+def test_moving_that_is_off_leaves_prefixes_and_the_tail_alone(make_engine: EngineMaker) -> None:
+    engine = with_prefixes_above(make_engine(**SHRINKING))
+    before, copied = states_of(engine), engine.cache.copied_blocks
+    engine.compaction.set_moving(False)
+    reports: list[CompactionReport] = []
+    engine.size.resize(110, done=reports.append)
+    assert not engine.size.step()
+    assert (reports[0].outcome, reports[0].reason) == (Outcome.REFUSED, "moving is switched off")
+    assert (states_of(engine), engine.cache.copied_blocks) == (before, copied)
+
+
+@pytest.mark.parametrize(("seconds", "bytes_of"), [(0.0004, 1000), (0.003, 1000), (0.0, 3)])
+def test_clearing_a_tail_keeps_to_the_budgets_and_is_reported(
+    seconds: float, bytes_of: int, make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copied prefix costs so many seconds; what a step may copy is `bytes_of` blocks, or what fits into 2 ms."""
+    now = [0.0]
+    engine = with_prefixes_above(make_engine(**SHRINKING))
+    engine.size._clock = engine.compaction._clock = lambda: now[0]
+    copy, counts = engine.size._copy, [0]
+
+    def slow(copies: list[tuple[int, int]]) -> None:
+        copy(copies)
+        now[0] += seconds * len(copies)
+        counts[-1] += len(copies)
+
+    monkeypatch.setattr(engine.size, "_copy", slow)
+    reports: list[CompactionReport] = []
+    wanted = RunSettings(max_chunk_bytes=bytes_of * engine.cache.block_bytes)
+    engine.size.resize(110, settings=wanted, done=reports.append)
+    stalls = []
+    while engine.size.active:
+        began = now[0]
+        engine.size.step()
+        engine.compaction.step()
+        stalls.append(now[0] - began)
+        counts.append(0)
+    (report,) = reports
+    assert report.outcome is Outcome.REACHED
+    assert max(stalls) <= max(0.002, seconds) + 1e-9
+    assert 1 <= max(counts) <= (3 if bytes_of == 3 else 1000)
+    assert report.longest_stall_seconds == pytest.approx(max(stalls))
+    assert report.moving_seconds == pytest.approx(sum(stalls))
+    assert report.moved_blocks >= sum(counts) > 20
+    assert report.moved_bytes == report.moved_blocks * engine.cache.block_bytes
+    assert report.cached_lost > 0
+    check_books(engine)
+
+
+TAIL_CALLS: dict[str, Callable[[Any], Any]] = {
+    "size._copy": lambda engine: engine.size,
+    "moves.relocate": lambda engine: engine.compaction.mover.moves,
+    "moves.evict": lambda engine: engine.compaction.mover.moves,
+    "moves.withdraw": lambda engine: engine.compaction.mover.moves,
+    "prefixes.relocate": lambda engine: engine.pool._prefixes,
+    "prefixes.forget": lambda engine: engine.pool._prefixes,
+    "policy.move_cached": lambda engine: engine.pool._policy,
+    "policy.remove_free": lambda engine: engine.pool._policy,
+    "policy.remove_cached": lambda engine: engine.pool._policy,
+    "policy.give_vacated": lambda engine: engine.pool._policy,
+    "observer.reserved": lambda engine: engine.pool._observer,
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["instead", "after"])
+@pytest.mark.parametrize("inner", TAIL_CALLS)
+def test_whatever_raises_while_a_pool_shrinks_it_goes_back_to_its_size(
+    inner: str, late: bool, make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = with_prefixes_above(make_engine(**SHRINKING))
+    name = inner.split(".")[1]
+    holder = TAIL_CALLS[inner](engine)
+    right = getattr(holder, name)
+    calls: list[str] = []
+
+    def third(*arguments: Any, **named: Any) -> Any:
+        calls.append(inner)
+        if len(calls) != 3:
+            return right(*arguments, **named)
+        if late:
+            right(*arguments, **named)
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(holder, name, third)
+    reports: list[CompactionReport] = []
+    engine.size.resize(110, done=reports.append)
+    while engine.size.active:
+        engine.step()
+    assert (reports[0].outcome, reports[0].reason) == (Outcome.FAILED, "RuntimeError: device lost")
+    assert states_of(engine).count(RESERVED) == 1
+    assert engine.size.blocks == 201
+    check_books(engine)
+    engine.size.resize(110, done=reports.append)
+    while engine.scheduler.has_work or engine.size.active:
+        engine.step()
+    assert reports[1].outcome is Outcome.REACHED
+    assert set(states_of(engine)[110:]) == {RESERVED}
+    check_books(engine)
+
+
+def test_what_comes_while_a_pool_shrinks_is_held_to_its_coming_size(make_engine: EngineMaker) -> None:
+    def request(index: int, prompt: int, output: int) -> Sequence:
+        return sequence_of(TraceRequest(index, 0.0, prompt, output, (9000 + index,)), 4)
+
+    engine = make_engine(blocks=101, block_tokens=4, headroom=0.0, prefix_cache=False)
+    for index in range(10):
+        assert engine.submit(request(index, 36, 20 if index > 5 else 4))
+    engine.step()
+    engine.step()
+    reports: list[CompactionReport] = []
+    engine.size.resize(51, done=reports.append)
+    assert not engine.submit(request(10, 240, 8))
+    assert not engine.submit(request(11, 40, 250))
+    assert engine.submit(request(12, 100, 90))
+    while engine.size.active:
+        engine.step()
+    assert reports[0].outcome is Outcome.REACHED
+    for _ in range(400):
+        engine.step()
+    assert not engine.scheduler.has_work
+    assert (engine.report().served_requests, engine.report().rejected_requests) == (11, 2)
+    engine.size.resize(101)
+    assert engine.submit(request(13, 240, 8))
+    # A sequence that came past `submit` keeps the pool as large as it needs it.
+    engine.size.resize(70, done=reports.append)
+    engine.scheduler.add(request(14, 300, 80))
+    while engine.size.active:
+        engine.step()
+    assert reports[1].outcome is Outcome.PARTIAL
+    assert "380 tokens need 95 blocks; the pool has 69" in reports[1].reason
+    assert engine.pool.usable_blocks == 100
 
 
 @pytest.mark.parametrize("seed", range(40))
