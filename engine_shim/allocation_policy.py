@@ -88,6 +88,10 @@ class AllocationPolicy(ABC):
         """The free blocks, the next to be taken first. For a policy that takes over from this one."""
         raise NotImplementedError(f"the policy {self.name} hands nothing over")
 
+    def set_end(self, end: int) -> None:
+        """Blocks from `end` on are out of service now. For a policy that reckons from the pool's end."""
+        return
+
     # Moving: what compaction and a shrinking pool need.
 
     @abstractmethod

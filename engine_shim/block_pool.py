@@ -62,7 +62,7 @@ class BlockPool:
             raise SettingsError(f"reserved block {outside[0]} is outside the pool of {num_blocks} blocks")
         usable = [block for block in range(num_blocks) if block not in self._reserved]
         self._policy = make_policy(policy, usable)
-        self._end = max(usable, default=-1) + 1
+        self._end = self._service_end = max(usable, default=-1) + 1  # the latter without what is withdrawn
         self.num_blocks = num_blocks
         self.usable_blocks = num_blocks - len(self._reserved)
         self.block_tokens = block_tokens
@@ -87,7 +87,9 @@ class BlockPool:
     def set_policy(self, name: str) -> None:
         """Go on under another policy, `vllm` or `relocating` both: references, prefixes and their order of eviction
         stay. SettingsError where the pool's policy, or the named one, is none of the two. O(blocks)."""
-        self._policy = switch_policy(self._policy, name, self._end)
+        policy = switch_policy(self._policy, name, self._end)
+        policy.set_end(self._service_end)
+        self._policy = policy
 
     def limit_copies(self, count: int) -> None:
         """Let the policy ask for at most so many copies from now on, till the next call: a step's budget. What would

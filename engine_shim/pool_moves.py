@@ -127,6 +127,7 @@ class PoolMoves:
         policy.remove_free([block for block in range(pool._end) if block in kept or block in pool._reserved])
         policy.give_cached(cached)
         policy.copies_left = pool._policy.copies_left
+        policy.set_end(pool._service_end)
         pool._policy, pool._prefixes = policy, prefixes
         try:
             pool._observer.freed(sorted(gone))
@@ -189,6 +190,10 @@ class PoolMoves:
         pool._policy.remove_free(blocks)
         pool._reserved.update(blocks)
         pool.usable_blocks = pool.num_blocks - len(pool._reserved)
+        end = pool._service_end
+        while end and end - 1 in pool._reserved:
+            end -= 1
+        self._set_end(end)
         pool._observer.reserved(list(blocks))
 
     def restore(self, blocks: Sequence[int]) -> None:
@@ -200,8 +205,13 @@ class PoolMoves:
             return
         pool._reserved.difference_update(blocks)
         pool.usable_blocks = pool.num_blocks - len(pool._reserved)
+        self._set_end(max(pool._service_end, max(blocks) + 1))
         pool._policy.give_vacated(blocks)
         pool._observer.freed(list(blocks))
+
+    def _set_end(self, end: int) -> None:
+        self._pool._service_end = end
+        self._pool._policy.set_end(end)
 
 
 class _Standstill(AllocationPolicy):

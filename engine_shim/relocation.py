@@ -42,6 +42,7 @@ class RelocatingPolicy(AllocationPolicy):
     def __init__(self, blocks: Sequence[int], *, size: int | None = None, slack: float = SLACK) -> None:
         """`blocks` are free, in any order; ids stay below `size`, which is one more than the highest by default."""
         self._size = max(blocks, default=-1) + 1 if size is None else size
+        self._end = self._size  # of what is in service
         self._clear_share = 1.0 - slack
         self._free = AddressMap(blocks, size=self._size)
         self._cached = AddressMap((), size=self._size)
@@ -147,6 +148,9 @@ class RelocatingPolicy(AllocationPolicy):
     def free_blocks(self) -> list[int]:
         return self._free.members()
 
+    def set_end(self, end: int) -> None:
+        self._end = end
+
     def _lowest_beside(self, hits: Sequence[int], count: int, ceiling: int) -> list[int]:
         """The lowest cached blocks but for `hits`: one hit of a request must not give way to another."""
         self._cached.remove(hits)
@@ -158,7 +162,7 @@ class RelocatingPolicy(AllocationPolicy):
         """What is in use lies below it once `count` more are; `count` allocatable ones lie there in any case, for of
         the A that there are at most A - count are kept clear above it."""
         left = self._free.count + self._cached.count - count
-        return self._size - int(self._clear_share * left)
+        return self._end - int(self._clear_share * left)
 
     def _take_runs(self, count: int, ceiling: int) -> tuple[list[int], list[int]]:
         """Up to `count` blocks in runs, below the ceiling where there are such: those that hold nothing, and those that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +173,68 @@ def test_withdrawn_blocks_are_never_handed_out_until_restored(policy: str) -> No
     moves.restore([5])
     assert pool.allocate(1).blocks == [5]
     assert pool.usable_blocks == 6
+
+
+def traffic(pool: BlockPool, steps: int = 400) -> list[object]:
+    """What the pool hands out, and has copied, while tables of 1 to 12 blocks come, are hit again, and go."""
+    dice = random.Random(3)
+    tables: list[list[int]] = []
+    told: list[object] = []
+    for step in range(steps):
+        count = dice.randint(1, 12)
+        if dice.random() < 0.5 and pool.can_allocate(count, new_sequence=False):
+            hits = pool.find_prefix(range(dice.choice([0, 12 * dice.randrange(step + 1)]), 12 * step)[:6])
+            pulled = pool.pull(hits)
+            pool.acquire(pulled.blocks)
+            allocation = pool.allocate(count) if pool.can_allocate(count, new_sequence=False) else ([], [])
+            pool.register_blocks(allocation[0], range(12 * step, 12 * step + len(allocation[0])))
+            told += [pulled, allocation]
+            tables.append(pulled.blocks + allocation[0])
+        elif tables:
+            pool.release(reversed(tables.pop(dice.randrange(len(tables)))))
+    for table in tables:
+        pool.release(table)
+    return told
+
+
+def relocating_made_so_small(size: int) -> BlockPool:
+    return BlockPool(size, policy="relocating", headroom=0)
+
+
+def relocating_shrunk(size: int) -> BlockPool:
+    pool = BlockPool(400, policy="relocating", headroom=0)
+    moves = PoolMoves(pool)
+    for first in range(399, size - 1, -1):  # as a tail comes free, in any order
+        moves.withdraw([first])
+    return pool
+
+
+def relocating_shrunk_and_grown(size: int) -> BlockPool:
+    pool = relocating_shrunk(50)
+    PoolMoves(pool).restore(range(50, size))
+    return pool
+
+
+def switched_to_relocating(size: int) -> BlockPool:
+    pool = BlockPool(400, policy="vllm", headroom=0)
+    PoolMoves(pool).withdraw(range(size, 400))
+    pool.set_policy("relocating")
+    return pool
+
+
+def relocating_put_in_order(size: int) -> BlockPool:
+    pool = relocating_shrunk(size)
+    PoolMoves(pool).scrap([3])
+    return pool
+
+
+@pytest.mark.parametrize(
+    "make", [relocating_shrunk, relocating_shrunk_and_grown, switched_to_relocating, relocating_put_in_order]
+)
+def test_a_relocating_pool_that_was_made_smaller_works_as_one_of_that_size(make: Callable[[int], BlockPool]) -> None:
+    small, shrunk = relocating_made_so_small(150), make(150)
+    assert traffic(shrunk) == traffic(small)
+    assert shrunk.relocation_copies == small.relocation_copies > 50
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
