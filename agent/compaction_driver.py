@@ -203,12 +203,14 @@ class CompactionDriver:
         """How a pool stands now."""
         pool = self._record_of(sample)
         with self._lock:
-            known = pool.seen is not None and pool.state.allowance_bytes is not None
+            policy, seen, state = self._policy, pool.seen, pool.state
+            known = seen is not None and state.allowance_bytes is not None
             return PoolStanding(
                 why_not=self.settings.scope.why_not(sample.identity) or pool.stopped,
                 running=bool(pool.runner),
-                state=pool.state,
-                budget_bytes=self._policy.budget_bytes(pool.state, pool.seen) if known and pool.seen else None,
+                state=state,
+                spent_bytes=policy.spent_bytes(state, seen) if seen else state.spent_bytes,
+                budget_bytes=policy.budget_bytes(state, seen) if known and seen else None,
                 answer=pool.answer,
                 verdicts=tuple(pool.verdicts),
                 last_run=pool.last_run,

@@ -137,7 +137,9 @@ class PolicyState:
     # Live moves
     run_since: float | None = None  # a run was asked for, and its result is not known
     reserved_bytes: int = 0  # what it may spend
-    spent_bytes: int = 0  # moved by all runs
+    spent_bytes: int = 0  # owed at the start, and moved by all runs that this agent knows of
+    owed_bytes: int = 0  # moved before the policy first saw this incarnation, and not earned by then
+    moved_start: int = 0  # the counter of moved bytes then
     allowance_bytes: int | None = None  # one full plan; None until there was one
     written_start: int = 0  # the counter when the policy first saw this incarnation
     hold_until: float | None = None

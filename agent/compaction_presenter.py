@@ -106,7 +106,7 @@ def describe_standing(
         undone_runs=state.undone,
         settled=state.undone >= policy.settled_after,
         budget=wire.CompactionBudget(
-            moved_bytes=state.spent_bytes,
+            moved_bytes=standing.spent_bytes,
             reserved_bytes=state.reserved_bytes,
             allowance_bytes=state.allowance_bytes,
             left_bytes=standing.budget_bytes,

@@ -53,6 +53,7 @@ class PoolStanding:
     why_not: str  # why the agent does nothing by itself here; "" where it may
     running: bool  # a run that this agent asked for is under way
     state: PolicyState
+    spent_bytes: int  # by live moves, whoever asked for them
     budget_bytes: int | None  # left for live moves; None before there was a plan to set the allowance
     answer: Answer
     verdicts: tuple[DatedVerdict, ...]  # oldest first; one a change of reason

@@ -143,13 +143,18 @@ class Requests:
             seconds = float(told)
         with self._lock:
             if reply is not None:
+                pool.last_run = DatedRun(now_unix, asker.route, reply)
+            if asker is not POLICY:
+                moved = reply.moved_bytes if reply is not None else 0  # without one the engine's counter tells
+                if reply is not None or outcome == "timeout":
+                    pool.state = self._policy.after_run_of_others(pool.state, moved, now)
+            elif reply is not None:
                 useless, how = outcome in USELESS, f"{outcome}, {reason}" if reason else outcome
                 result = RunResult(reply.moved_bytes, reply.fragmentation_rate_after, useless, how)
                 pool.state = self._policy.after_run(pool.state, result, now)
-                pool.last_run = DatedRun(now_unix, asker.route, reply)
-            elif outcome == "busy" and asker is POLICY:
+            elif outcome == "busy":
                 pool.state = self._policy.not_begun(pool.state, now)
-            elif outcome == "timeout" or asker is POLICY:
+            else:
                 # Without a reply in time the run may have done all that it was allowed to.
                 moved = pool.state.reserved_bytes if outcome == "timeout" else 0
                 pool.state = self._policy.after_run(pool.state, RunResult(moved, None, True, reason), now)

@@ -43,7 +43,7 @@ class CompactionPolicy:
         return self._judge(self._follow(state, plan_free, now), plan_free, now).decision is Decision.HOLD_NO_PLAN
 
     def after_run(self, state: PolicyState, result: RunResult, now: float) -> PolicyState:
-        """Take in how the run ended that was asked for, or one that somebody else asked for: it has moved bytes too."""
+        """Take in how the run ended that a COMPACT verdict asked for."""
         state = replace(
             state,
             run_since=None,
@@ -60,6 +60,12 @@ class CompactionPolicy:
             return self._did_not_last(state, f"the last run left F at {after:.2f}: {result.reason}", now)
         return state
 
+    def after_run_of_others(self, state: PolicyState, moved_bytes: int, now: float) -> PolicyState:
+        """Take in a run that somebody else asked for: it has moved bytes, and the next one may wait. What it was to
+        bring, and whether that lasts, is for them to judge: it may have been allowed one move only."""
+        until = max(now + self.settings.cooldown_seconds, state.hold_until or now)
+        return replace(state, spent_bytes=state.spent_bytes + moved_bytes, hold_until=until)
+
     def not_begun(self, state: PolicyState, now: float) -> PolicyState:
         """The run that was asked for has not begun, since the engine was at somebody else's: ask again later."""
         until = max(now + self.settings.cooldown_seconds, state.hold_until or now)
@@ -69,7 +75,15 @@ class CompactionPolicy:
         """Bytes that live moves may still amount to, besides those of a run under way."""
         written = max(0, seen.written_bytes - state.written_start)
         earned = int(self.settings.written_share * written) + (state.allowance_bytes or 0)
-        return earned - state.spent_bytes - state.reserved_bytes
+        return earned - self.spent_bytes(state, seen) - state.reserved_bytes
+
+    def spent_bytes(self, state: PolicyState, seen: Observation) -> int:
+        """What live moves have cost, whoever asked for them: people without an agent, another agent.
+
+        The engine's counter knows of all moves, this account also of runs that were lost, and of those that ended since
+        the observation was made.
+        """
+        return max(state.spent_bytes, state.owed_bytes + max(0, seen.moved_bytes - state.moved_start))
 
     # Following the pool
 
@@ -79,8 +93,14 @@ class CompactionPolicy:
             # What was moved before, and is not earned by what was written before, is owed: else an agent that starts
             # anew would have another allowance each time.
             owed = max(0, seen.moved_bytes - int(self.settings.written_share * seen.written_bytes))
-            written = seen.written_bytes
-            state = replace(_NO_STATE, incarnation=seen.incarnation, written_start=written, spent_bytes=owed)
+            state = replace(
+                _NO_STATE,
+                incarnation=seen.incarnation,
+                written_start=seen.written_bytes,
+                moved_start=seen.moved_bytes,
+                owed_bytes=owed,
+                spent_bytes=owed,
+            )
         state = self._follow_relocation(state, seen, now)
         if state.run_since is not None and now - state.run_since > self.settings.run_timeout_seconds:
             lost = RunResult(state.reserved_bytes, None, failed=True, reason="it was not heard of again")

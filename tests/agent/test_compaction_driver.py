@@ -242,6 +242,31 @@ def test_what_people_ask_for_counts_too(start_pool: Start, watch: Start) -> None
     assert watching.audit.recent(1)[0].asker == SOMEBODY
 
 
+def test_runs_of_people_put_the_policy_into_no_back_off(start_pool: Start, watch: Start) -> None:
+    pool = start_pool()
+    watching = watch()
+    watching.tick()
+    for _ in range(4):
+        reply = watching.driver.compact(watching.sample(pool.id), CompactRequest(max_moves=1), SOMEBODY)
+        assert reply.fragmentation_rate_after > ALL.policy.enter  # a control: as the policy's own it would not count
+        watching.tick()
+    assert watching.driver.standing(watching.sample(pool.id)).state.undone == 0
+    watching.until(pool.id, Decision.HOLD_BUDGET)  # their four moves are missing from the allowance of one plan
+    assert Decision.HOLD_BACKOFF not in decisions(watching, pool.id)
+
+
+def test_what_is_moved_without_the_agent_is_spent(start_pool: Start, watch: Start) -> None:
+    pool = start_pool(churn=1)
+    watching = watch(rules(for_seconds=10_000))
+    watching.tick()
+    reply = EngineControl(pool.path).request(CompactRequest(max_moves=5))
+    assert isinstance(reply, RunReply)
+    assert reply.moved_bytes > 0
+    while watching.driver.standing(watching.sample(pool.id)).spent_bytes != reply.moved_bytes:
+        watching.tick()
+    assert watching.driver.standing(watching.sample(pool.id)).state.spent_bytes == 0
+
+
 def test_an_agent_killed_while_it_waits(
     start_pool: Start, start_agent: Start, client_of: Start, wait_until: Start
 ) -> None:

@@ -401,6 +401,58 @@ def test_a_policy_that_forgets_what_it_spent_is_seen_to_overspend() -> None:
     assert any(overspends(Forgetful(RULES), seed) for seed in range(10))
 
 
+# What others do
+
+
+def test_moves_that_others_asked_for_are_spent_too() -> None:
+    """The command moves blocks without the agent, and so does a second agent."""
+    pool = Pool(seen=replace(SEEN, moved_bytes=7 * BLOCK))  # a control: what was moved before is owed, not spent twice
+    pool.tick()
+    owed = pool.state.owed_bytes
+    pool.until(Decision.COMPACT)
+    pool.run_ends()
+    pool.tick(61, moved_bytes=107 * BLOCK)  # the counter has the run that was asked for; it is not counted twice
+    assert pool.policy.spent_bytes(pool.state, pool.seen) == owed + 100 * BLOCK
+    left = pool.policy.budget_bytes(pool.state, pool.seen)
+    pool.tick(1, moved_bytes=5107 * BLOCK)
+    assert pool.policy.budget_bytes(pool.state, pool.seen) == left - 5000 * BLOCK
+    pool.tick(1, fragmentation=0.8, written_bytes=SEEN.written_bytes + 100 * 5000 * BLOCK)
+    assert pool.tick(11).decision is Decision.HOLD_BUDGET
+    pool.tick(1, written_bytes=SEEN.written_bytes + 100 * 5200 * BLOCK)
+    assert pool.until(Decision.COMPACT).moves == 100
+
+
+def test_a_lost_run_stays_spent_whatever_the_counter_says() -> None:
+    pool = Pool()
+    pool.until(Decision.COMPACT)
+    pool.tick(RULES.run_timeout_seconds + 1, moved_bytes=3 * BLOCK)
+    assert pool.policy.spent_bytes(pool.state, pool.seen) == 100 * BLOCK
+
+
+def test_runs_of_others_make_it_wait_and_prove_nothing() -> None:
+    """A person's run of one move leaves F where it was: the policy may do better, and says nothing of that run."""
+    pool = Pool()
+    pool.tick()
+    for _ in range(3):
+        pool.tick()
+        pool.state = pool.policy.after_run_of_others(pool.state, BLOCK, pool.now)
+    assert pool.tick(15).decision is Decision.HOLD_COOLDOWN
+    assert (pool.state.undone, pool.state.undone_reason) == (0, "")
+    pool.tick(written_bytes=SEEN.written_bytes + 10**9)
+    assert pool.until(Decision.COMPACT)
+    assert pool.state.spent_bytes == 3 * BLOCK
+
+
+def test_a_run_of_others_ends_no_back_off() -> None:
+    pool = Pool()
+    pool.until(Decision.COMPACT)
+    pool.run_ends(moved=0, after=0.6, reason="pins")
+    until = pool.state.hold_until
+    pool.state = pool.policy.after_run_of_others(pool.state, BLOCK, pool.now)
+    assert pool.state.hold_until == until
+    assert pool.state.undone == 1
+
+
 @pytest.mark.parametrize(
     ("rules", "match"),
     [
