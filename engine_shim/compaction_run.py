@@ -376,7 +376,10 @@ class CompactionRun:
     def _make_report(self) -> CompactionReport:
         final, columns = self._final, self._columns
         if final is None and columns is not None:
-            final = plan_moves(columns.states, owners=columns.owners, positions=columns.positions, max_moves=0)
+            try:
+                final = plan_moves(columns.states, owners=columns.owners, positions=columns.positions, max_moves=0)
+            except Exception as error:  # noqa: BLE001 - as in `_finish`
+                log.warning("the pool cannot be measured after a compaction: %r", error)
         first = self._first
         self._columns = None
         return CompactionReport(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine_shim.compaction import MovePlan, plan_moves
-from engine_shim.compaction_report import CompactionReport
+from engine_shim.compaction_report import CompactionReport, Outcome
 from engine_shim.compaction_run import CompactionRun, Phase, RunSettings
 from engine_shim.errors import ControlRefused
 from engine_shim.mover import Mover, MoveSwitch
@@ -96,13 +96,23 @@ class Compactor:
         run = self._run
         if run is None:
             return False
+        try:
+            return self._advance(run)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine's step goes on without the run
+            log.error("a compaction was given up: %r", error)
+            self._planning = self._reporting = None
+            self._end(CompactionReport.nothing(Outcome.FAILED, f"{type(error).__name__}: {error}"))
+            return False
+
+    def _advance(self, run: CompactionRun) -> bool:
         if self._report is not None:
             self._consume(self._report, self._clock() + self.defaults.max_step_seconds)
             return self.active
         if run.step():
             if run.phase is Phase.PLANNING and self._planning is None and not run.plans_here:
-                self._planning = threading.Thread(target=self._plan, args=(run,), name="compaction-plan", daemon=True)
-                self._planning.start()
+                self._planning = _started(self._plan, run, "compaction-plan")
+                if self._planning is None:
+                    run.abort("no thread could be started to plan on")
             elif run.phase is not Phase.PLANNING:
                 self._planning = None
             return True
@@ -148,15 +158,17 @@ class Compactor:
         if self._num_blocks <= self.defaults.plan_here_blocks:
             return False
         if self._reporting is None:
-            self._reporting = threading.Thread(target=self._measure, args=(run,), name="compaction-report", daemon=True)
-            self._reporting.start()
-        if self._reporting.is_alive():
+            self._reporting = _started(self._measure, run, "compaction-report")
+        if self._reporting is not None and self._reporting.is_alive():
             return True
         self._reporting = None
         return False
 
     def _measure(self, run: CompactionRun) -> None:
-        run.report()
+        try:
+            run.report()
+        except Exception as error:  # noqa: BLE001 - the next step asks again, and says it where it is heard
+            log.warning("a compaction could not be reported on: %r", error)
         self._wake()
 
     def _plan(self, run: CompactionRun) -> None:
@@ -196,4 +208,18 @@ class Compactor:
         self.last_report = report
         log.info("compaction %s: %d blocks moved, %s", report.outcome.value, report.moved_blocks, report.reason)
         if done is not None:
-            done(report)
+            try:
+                done(report)
+            except Exception as error:  # noqa: BLE001 - whoever waits for a report must not stop the engine
+                log.error("the report of a compaction was not taken: %r", error)
+
+
+def _started(work: Callable[[CompactionRun], None], run: CompactionRun, name: str) -> threading.Thread | None:
+    """A thread that does this work, or None where the process may not start one."""
+    thread = threading.Thread(target=work, args=(run,), name=name, daemon=True)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        log.warning("the thread %s could not be started: %s", name, error)
+        return None
+    return thread

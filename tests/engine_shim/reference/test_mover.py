@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -524,6 +526,59 @@ def test_large_pools_are_planned_on_another_thread(make_engine: EngineMaker) -> 
     engine.serve(iter(()), EngineSettings(engine_id="x").pace, until_idle=True, stop=lambda: bool(reports))
     assert reports[0].outcome in (Outcome.REACHED, Outcome.PARTIAL)
     assert engine.verify_all() == []
+
+
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def no_measure(*columns: Any, **named: Any) -> MovePlan:
+    raise MemoryError
+
+
+def no_report(self: CompactionRun) -> CompactionReport:
+    raise ValueError("no report")
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "how", "reason"),
+    [
+        ("threading.Thread", "start", no_thread, "no thread could be started to plan on"),
+        ("engine_shim.compaction_run", "plan_moves", no_measure, "enough"),
+        ("engine_shim.compaction_run.CompactionRun", "report", no_report, "ValueError: no report"),
+    ],
+)
+@pytest.mark.parametrize("plan_here", [0, 50_000])
+def test_a_run_that_cannot_be_planned_or_reported_on_ends_and_the_engine_goes_on(
+    plan_here: int, where: str, what: str, how: Any, reason: str, make_engine: EngineMaker,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also where who asked for the run cannot take its report."""
+    wanted = RunSettings(target=0.0, plan_here_blocks=plan_here, max_step_seconds=1.0)
+    engine = scattered(make_engine(blocks=BLOCKS))
+    engine.compaction.defaults = wanted
+    reports: list[CompactionReport] = []
+
+    def done(report: CompactionReport) -> None:
+        reports.append(report)
+        raise OSError("nobody listens")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{where}.{what}", how)
+        engine.compaction.start(wanted, done=done)
+        if reason == "enough":  # a run that is broken off measures the pool for its report
+            engine.compaction.abort(reason)
+        deadline = time.monotonic() + 30
+        while engine.compaction.active:
+            engine.compaction.step()
+            assert time.monotonic() < deadline
+    if not (what == "start" and plan_here):
+        assert reason in reports[0].reason
+    assert len(reports) == 1
+    assert engine.verify_all() == []
+    (report,) = compact(engine, wanted)
+    assert report.outcome is Outcome.REACHED
+    check_pool(engine)
 
 
 @settings(max_examples=25, deadline=None)
