@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import math
@@ -22,6 +24,8 @@ SCHEMA = "kvatlas.audit/v1"
 MODE = 0o640
 MAX_ENTRY_BYTES = 16 * 1024
 MIN_FILE_BYTES = 4 * MAX_ENTRY_BYTES
+LOCK_SECONDS = 2.0  # that another agent's write is waited for
+LOCK_PAUSE_SECONDS = 0.005
 
 AuditValue = str | int | float | bool | None
 Access = Literal["token", "loopback", "local", "agent"]
@@ -75,7 +79,8 @@ class AuditLog:
 
     At `max_file_bytes` the file is renamed to `.1`, `.1` to `.2` and so on, up to `kept_files` old ones. What cannot be
     written stays in the ring, with one warning for each stretch of failures. A file that someone else has rotated is
-    opened anew. Safe to use from several threads; `record` waits for the disk, so call it off the event loop.
+    opened anew, and several agents may write one file: each locks it while it writes or rotates. Safe to use from
+    several threads; `record` waits for the disk and for those others, so call it off the event loop.
     """
 
     def __init__(
@@ -145,44 +150,81 @@ class AuditLog:
             self._file = None
 
     def _append(self, path: Path, line: bytes) -> None:
-        file = self._open(path)
-        size = os.fstat(file).st_size
-        if size and size + len(line) > self._max_file_bytes:
-            self._rotate(path)
-            file, size = self._open(path), 0
+        file = self._locked(path)
         try:
+            size = os.fstat(file).st_size
+            if size and size + len(line) > self._max_file_bytes:
+                self._rotate(path)  # which gives the lock up with the file
+                file = self._locked(path)
+                size = os.fstat(file).st_size
+            self._write(file, size, line)
+        finally:
+            if self._file is not None:
+                _unlock(self._file)
+
+    def _write(self, file: int, size: int, line: bytes) -> None:
+        """The line at the end of the file, which is locked and has `size` bytes; all of it or nothing."""
+        written = 0
+        try:
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                size += os.write(file, b"\n")  # an agent was killed in the middle of a line
             written = os.write(file, line)
             if written != len(line):
                 raise OSError(0, f"only {written} of {len(line)} bytes could be written")
             os.fsync(file)
         except OSError:
             with suppress(OSError):
-                os.ftruncate(file, size)  # half a line would spoil the next one
+                # Half a line would spoil the next one; what somebody wrote behind it who takes no lock is theirs.
+                if os.fstat(file).st_size == size + written:
+                    os.ftruncate(file, size)
             raise
+
+    def _locked(self, path: Path) -> int:
+        """The file under that name, which no other agent writes or rotates before it is unlocked or closed.
+
+        The lock is on the file itself. Who waited for it may hold one that was rotated meanwhile, and looks again.
+        """
+        until = time.monotonic() + LOCK_SECONDS
+        while True:
+            file = self._open(path)
+            if _lock(file):
+                if self._is_named(path):
+                    return file
+                _unlock(file)
+            elif time.monotonic() >= until:
+                raise OSError(0, f"another process has held the file for {LOCK_SECONDS:g} s")
+            else:
+                time.sleep(LOCK_PAUSE_SECONDS)  # not waited for in the kernel: a stopped process may hold it for ever
 
     def _open(self, path: Path) -> int:
         """The file under that name, which is another one than last time where somebody else rotates."""
         if self._file is not None:
-            with suppress(FileNotFoundError):
-                named, ours = os.stat(path), os.fstat(self._file)
-                if (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino):
-                    return self._file
+            if self._is_named(path):
+                return self._file
             self._close()
         path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(path, flags, MODE)
         _sync_folder(path.parent)
-        size = os.fstat(self._file).st_size
-        if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")  # an agent was killed in the middle of a line
         return self._file
 
+    def _is_named(self, path: Path) -> bool:
+        """Is our file the one under that name?"""
+        if self._file is None:
+            return False
+        try:
+            named, ours = os.stat(path), os.fstat(self._file)
+        except FileNotFoundError:
+            return False
+        return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+
     def _rotate(self, path: Path) -> None:
-        self._close()
+        """The file is locked: until it is renamed, which is the last step, nobody else rotates."""
         for number in range(self._kept_files - 1, 0, -1):
             with suppress(FileNotFoundError):
                 os.replace(_numbered(path, number), _numbered(path, number + 1))
         os.replace(path, _numbered(path, 1))
+        self._close()
         _sync_folder(path.parent)
 
 
@@ -230,6 +272,25 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lock(file: int) -> bool:
+    """False where somebody else has it. A device is shared as it is, and so is a folder that knows no locks."""
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    return True
+
+
+def _unlock(file: int) -> None:
+    with suppress(OSError):  # no lock is known there
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from agent import audit
 from agent.audit import MAX_ENTRY_BYTES, MIN_FILE_BYTES, SCHEMA, Asker, AuditEntry, AuditLog, read_entries
 from agent.log import EventLog
 
@@ -277,6 +279,125 @@ def test_many_threads_write_whole_lines(open_log: Callable[..., AuditLog], tmp_p
         thread.join()
     written = [number for file in tmp_path.iterdir() for number in numbers(file)]
     assert sorted(written) == list(range(320))
+
+
+# Several agents with one file
+
+ROTATOR = """
+import sys
+from pathlib import Path
+from agent import audit
+from agent.audit import MIN_FILE_BYTES, Asker, AuditEntry, AuditLog
+audit.LOCK_SECONDS = 60.0  # nobody writes without a pause but here, where one may wait for all that the others write
+log = AuditLog(Path(sys.argv[1]), max_file_bytes=MIN_FILE_BYTES, kept_files=50)
+first = int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(first, first + 300):
+    assert log.record(AuditEntry(time_unix=0.0, asker=Asker(route="cli", access="local"), action="compact", engine="e",
+                                 outcome="reached", reason=f"number {number} " + "x" * 600))
+"""
+
+
+def test_several_agents_rotate_one_file_and_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-c", ROTATOR, str(path), str(300 * index)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for index in range(3)
+    ]
+    for agent in agents:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "ready\n"
+    for agent in agents:
+        agent.communicate("go\n", timeout=60)
+    assert [agent.returncode for agent in agents] == [0, 0, 0]
+    files = list(tmp_path.iterdir())
+    assert len(files) > 5
+    assert sorted(number for file in files for number in numbers(file)) == list(range(900))
+    # Files are turned when they are full, not when somebody else has just turned them.
+    assert all(file.stat().st_size > MIN_FILE_BYTES // 2 for file in files if file != path)
+
+
+def test_two_agents_that_find_a_file_full_rotate_it_once(open_log: Callable[..., AuditLog], tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    one, other = (open_log(path, max_file_bytes=MIN_FILE_BYTES) for _ in range(2))
+    count = 0
+    while not path.exists() or path.stat().st_size + 700 < MIN_FILE_BYTES:
+        assert one.record(entry(count))
+        count += 1
+    late = threading.Thread(target=other.record, args=(entry(count, reason=f"number {count} " + "x" * 700),))
+    rotate = one._rotate
+
+    def rotate_late(path: Path) -> None:
+        late.start()
+        late.join(0.3)  # time enough for one that does not wait for the lock
+        rotate(path)
+
+    one._rotate = rotate_late  # type: ignore[method-assign]
+    assert one.record(entry(count + 1, reason=f"number {count + 1} " + "x" * 700))
+    late.join()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["audit.jsonl", "audit.jsonl.1"]
+    assert sorted(numbers(path)) == [count, count + 1]
+
+
+def test_a_file_that_was_rotated_while_its_lock_was_waited_for_is_left(
+    open_log: Callable[..., AuditLog], tmp_path: Path
+) -> None:
+    path, moved = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
+    log = open_log(path)
+    log.record(entry(0))
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writing = threading.Thread(target=log.record, args=(entry(1),))
+        writing.start()
+        path.rename(moved)
+    writing.join()
+    assert (numbers(moved), numbers(path)) == ([0], [1])
+
+
+def test_an_agent_that_stopped_with_the_lock_holds_nobody_up_for_long(
+    open_log: Callable[..., AuditLog], tmp_path: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "LOCK_SECONDS", 0.05)
+    path = tmp_path / "audit.jsonl"
+    log = open_log(path)
+    assert log.record(entry(0))
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert not log.record(entry(1))
+    assert log.record(entry(2))
+    assert numbers(path) == [0, 2]
+    assert "another process has held the file" in events.said[0][1]["reason"]
+    assert [one.result["moved_blocks"] for one in log.recent()] == [2, 1, 0]
+
+
+def test_half_a_line_is_taken_back_only_from_the_end(
+    open_log: Callable[..., AuditLog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever takes no lock, an earlier agent say, may have written behind it."""
+    path = tmp_path / "audit.jsonl"
+    log = open_log(path)
+    assert log.record(entry(0))
+    theirs = json.dumps(entry(5).to_json()).encode() + b"\n"
+    write = os.write
+
+    def short(file: int, data: bytes) -> int:
+        written = write(file, data[:20])
+        write(file, b"\n" + theirs)
+        return written
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", short)
+        assert not log.record(entry(1))
+    assert log.record(entry(2))
+    assert list(read_entries(path)) == [entry(0), entry(5), entry(2)]
 
 
 @pytest.mark.parametrize(
