@@ -186,6 +186,7 @@ def _pool_families(pools: Labelled, now: float) -> list[Metric]:
     waste = _gauge("pool_tail_waste_bytes", "Bytes of empty token slots in used blocks.")
     headroom = _gauge("pool_headroom_blocks", "Allocatable blocks that new sequences may not take.")
     exhaustion = _gauge("pool_exhaustion_seconds", "Time until no block is allocatable at the present trend.")
+    blocked = _gauge("pool_admission_blocked", "1 while requests wait and too few blocks are left for a new sequence.")
     residual = _gauge("pool_accounting_residual_blocks", "Blocks by which the engine's counts and states differ.")
     pinned = _gauge("pool_oldest_pinned_seconds", "Time since the longest pinned block was touched.")
     for labels, sample in pools:
@@ -222,9 +223,10 @@ def _pool_families(pools: Labelled, now: float) -> list[Metric]:
             waste.add_metric(labels, sample.waste.bytes)
         if sample.forecast.seconds is not None:
             exhaustion.add_metric(labels, sample.forecast.seconds)
+        blocked.add_metric(labels, sample.admission.blocked)
         if sample.oldest_pinned_seconds is not None:
             pinned.add_metric(labels, sample.oldest_pinned_seconds)
-    return [blocks, block_bytes, ratio, largest, runs, unusable, waste, headroom, exhaustion, residual, pinned]
+    return [blocks, block_bytes, ratio, largest, runs, unusable, waste, headroom, exhaustion, blocked, residual, pinned]
 
 
 def _counter_families(pools: Labelled) -> list[Metric]:

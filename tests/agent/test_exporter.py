@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from agent.compaction_model import Decision
 from agent.compaction_tally import OUTCOMES, Tally
 from agent.exporter import LABELS, MAX_TEXT_AGE_SECONDS, SCRAPED_LATELY_SECONDS, Exporter, render_text
-from agent.forecast import ExhaustionForecast
+from agent.forecast import NOT_BLOCKED, Admission, ExhaustionForecast
 from agent.fragmentation import analyze
 from agent.model import EMPTY_VIEW, AgentView, Clock, PoolSample, Waste
 from engine_shim.layout import COUNTERS
@@ -39,6 +39,7 @@ REQUIRED = {
     "pool_tail_waste_bytes": set(),
     "pool_headroom_blocks": set(),
     "pool_exhaustion_seconds": set(),
+    "pool_admission_blocked": set(),
     "pool_accounting_residual_blocks": set(),
     "pool_oldest_pinned_seconds": set(),
     "engine_up": set(),
@@ -183,6 +184,13 @@ def test_undefined_is_absent(make_snapshot: Make) -> None:
         assert f"kvatlas_pool_{name}" not in series
     assert "kvatlas_pool_exhaustion_seconds" not in series
     assert "kvatlas_pool_blocks" in series
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_a_pool_that_admits_no_new_sequence_says_so(snapshot: MapSnapshot, blocked: bool) -> None:
+    admission = Admission(True, "137 wait; 0 blocks above the headroom") if blocked else NOT_BLOCKED
+    series = scrape(view_of(sample_of(snapshot, admission=admission)))
+    assert list(series["kvatlas_pool_admission_blocked"].values()) == [float(blocked)]
 
 
 @pytest.mark.parametrize(
