@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from engine_shim.chunk_costs import ChunkCosts
 from engine_shim.compaction import MovePlan, Window, plan_moves
 from engine_shim.compaction_report import CompactionReport, Measured, Outcome
 from engine_shim.errors import SettingsError
@@ -20,9 +20,6 @@ from engine_shim.layout import BlockState
 from engine_shim.mover import BlockFacts, Drop, Mover, Moves, MoveSwitch, audit, still_valid
 
 log = logging.getLogger(__name__)
-
-# Of the time left in a step, what a chunk is sized for: the rest is for the chunk that takes longer than the last one.
-_USABLE_TIME = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +100,7 @@ class CompactionRun:
         self._began = self._ended = 0.0
         self._started = False
         self._longest_stall = self._moving_seconds = 0.0
-        self._last_seconds, self._last_count = 0.0, 0  # of the last chunk; 0 moves before the first
-        self._quickest_seconds = math.inf
+        self._costs = ChunkCosts()
         self._moved = self._chunks = self._replans = self._allocated = self._verified = self._cached_lost = 0
         self._dropped: Counter[Drop] = Counter()
 
@@ -260,21 +256,10 @@ class CompactionRun:
     # One chunk
 
     def _chunk_size(self, seconds_left: float, first: bool) -> int:
-        """Moves that fit into the rest of this step; at least one in a step, so that every run gets on.
-
-        A chunk costs something however few its moves are: that is taken to be what the quickest one cost. What the
-        last one took beyond it is shared among its moves. Without the former, small chunks would seem to be dear by
-        the move and stay small; growth is bounded, since both are guesses.
-        """
+        """Moves that fit into the rest of this step; at least one in a step, so that every run gets on."""
         settings = self._settings
         most = min(settings.max_chunk_moves, max(1, settings.max_chunk_bytes // max(1, self._mover.block_bytes)))
-        if self._last_count == 0:
-            return int(first)  # what a move costs is not known yet
-        left = max(0.0, seconds_left) * _USABLE_TIME - self._quickest_seconds
-        if left < 0 and not first:
-            return 0
-        for_each = max((self._last_seconds - self._quickest_seconds) / self._last_count, 1e-9)
-        return max(int(first), min(most, 2 * self._last_count, int(left / for_each)))
+        return min(most, max(int(first), self._costs.fitting(seconds_left, first)))
 
     def _move_next(self, count: int) -> None:
         task = self._task
@@ -284,8 +269,7 @@ class CompactionRun:
         self._next += rows.size
         began = self._clock()
         self._move(task.plan.moves[rows], task.planned.of(rows))
-        self._last_seconds, self._last_count = max(self._clock() - began, 1e-9), rows.size
-        self._quickest_seconds = min(self._quickest_seconds, self._last_seconds)
+        self._costs.took(self._clock() - began, rows.size)
 
     def _move(self, moves: Moves, planned: BlockFacts) -> None:
         mover = self._mover
