@@ -103,9 +103,18 @@ def test_admission_is_blocked_where_some_wait_near_the_headroom(allocatable: int
 
 
 def test_one_giant_does_not_explain_every_wait() -> None:
-    pool = {"headroom_blocks": 100, "usable_blocks": 1000, "used_blocks": 600, "running": 1, "waiting": 5}
-    assert judge_admission(allocatable_blocks=200, **pool).blocked
-    assert not judge_admission(allocatable_blocks=201, **pool).blocked
+    def blocked(allocatable: int) -> bool:
+        return judge_admission(
+            allocatable_blocks=allocatable,
+            headroom_blocks=100,
+            usable_blocks=1000,
+            used_blocks=600,
+            running=1,
+            waiting=5,
+        ).blocked
+
+    assert blocked(200)
+    assert not blocked(201)
 
 
 def test_a_refusal_tells_that_one_waits_for_blocks_however_many_are_left() -> None:
