@@ -37,6 +37,13 @@ def add_compaction(
     """`sample` raises ApiError for a pool that is not known; `require_writer` for who may not change anything."""
     crew = Crew(WAITING)
 
+    def known_as(engine: str) -> str:
+        """The pool id that entries carry; a pool that has gone is asked for by that id itself."""
+        try:
+            return sample(engine).id
+        except ApiError:
+            return engine
+
     def asker(request: Request) -> Asker:
         address = request.client.host if request.client else None
         access = "loopback" if guard.token is None else "token"
@@ -53,6 +60,8 @@ def add_compaction(
         found = sample(id)
         wanted = driver.settings.target if target is None else target
         made = await _off_the_loop(crew, lambda: plan_of(found, wanted, max_moves)) if plan else None
+        # Asked now: what was switched by hand, or for an engine that the policy leaves alone, is not known otherwise.
+        await _off_the_loop(crew, lambda: driver.look(found))
         return json_response(describe_standing(found, driver.standing(found), driver.settings, made))
 
     @app.post(ROUTE, response_model=wire.CompactionRun, tags=["compaction"], dependencies=[Depends(require_writer)])
@@ -70,6 +79,8 @@ def add_compaction(
             )
             _check(wanted)
             reply = await _off_the_loop(crew, lambda: driver.compact(found, compact, who))
+            if reply.decision == "refused":
+                raise ApiError(403, "refused", reply.reason, "see the reason; the engine's operator decides")
         return json_response(describe_run(found.id, reply))
 
     @app.delete(
@@ -87,7 +98,8 @@ def add_compaction(
         limit: Annotated[int, Query(ge=1, le=MAX_ENTRIES)] = 100,
     ) -> Response:
         """What was decided and asked for, and what came of it, newest first."""
-        entries = [audit_record(entry) for entry in driver.audit.recent(limit, engine)]
+        wanted = engine and known_as(engine)
+        entries = [audit_record(entry) for entry in driver.audit.recent(limit, wanted or None)]
         return json_response(wire.CompactionList(unwritten=driver.audit.unwritten_entries, entries=entries))
 
 

@@ -103,18 +103,24 @@ def find_map(engine: str, folders: Sequence[Path] | None = None) -> FoundMap:
         names = ", ".join(str(found.path) for found in chosen)
         raise SettingsError(f"{engine!r} is the name of {len(chosen)} pools; give one of the files {names}")
     there = f"there are {', '.join(found.id for found in maps)}" if maps else "there are none"
-    raise SettingsError(f"no engine {engine!r} in {', '.join(map(str, looked))}: {there}")
+    raise SettingsError(
+        f"no engine {engine!r} in {', '.join(map(str, looked))}: {there}; "
+        "give the map's file, or set KVATLAS_DIR to the folder that it lies in"
+    )
 
 
 def render_result(result: Result) -> str:
     """The same for people."""
     facts = result.facts
     lines = [f"{facts['engine']}: {facts['decision']}" + (f", {facts['reason']}" if facts["reason"] else "")]
-    if facts["planned_moves"] is None:
+    if facts["planned_moves"] is None or facts["decision"] == "refused":
         return lines[0]
 
     def rate(value: float | None) -> str:
         return "undefined" if value is None else f"{value:.1%}"
+
+    def runs(value: int | None) -> str:
+        return "undefined" if value is None else f"{value:,}"
 
     moved = f"moved {facts['moved_blocks']:,} blocks ({facts['moved_bytes']:,} bytes)"
     lines.append(f"planned {facts['planned_moves']:,} moves, {moved}")
@@ -122,7 +128,8 @@ def render_result(result: Result) -> str:
     word = "would be" if facts["decision"] == "planned" else "is"
     lines.append(
         f"fragmentation was {rate(facts['fragmentation_rate_before'])} and {word}"
-        f" {rate(facts['fragmentation_rate_after'])}; the longest run was {before} and {word} {after} blocks"
+        f" {rate(facts['fragmentation_rate_after'])}; the longest run was {runs(before)} and {word} {runs(after)}"
+        " blocks"
     )
     details = facts["details"]
     if isinstance(seconds := details.get("seconds"), int | float):

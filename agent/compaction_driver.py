@@ -27,6 +27,8 @@ from engine_shim.compaction import plan_moves
 from engine_shim.control_messages import CompactRequest, PlanRequest, RunReply, SwitchReply
 from engine_shim.errors import ControlRefused, KvatlasError
 
+LOOK_SECONDS = 2.0  # for an engine to say how it stands, while somebody waits for a page
+
 
 class CompactionDriver:
     """`notice` and what people ask for may come from any thread; `run` is one thread's, or `tick` is called instead."""
@@ -191,6 +193,10 @@ class CompactionDriver:
     def plan(self, sample: PoolSample, request: PlanRequest) -> RunReply:
         """What the engine would set out to do. Raises as EngineControl.request does."""
         return as_kind(RunReply, self._control_of(Path(sample.snapshot.path)).request(request))
+
+    def look(self, sample: PoolSample) -> None:
+        """Ask the engine how it stands now; what hinders that becomes part of the account."""
+        self._requests.status(self._record_of(sample), Path(sample.snapshot.path), timeout_seconds=LOOK_SECONDS)
 
     def switch_off(self, sample: PoolSample, asker: Asker) -> SwitchReply:
         """Forbid moves of live blocks and end a run under way. The policy does nothing here until they are allowed

@@ -85,12 +85,13 @@ class Requests:
             pool.answer, pool.off_seen = replace(pool.answer, asked_at=NEVER), not reply.on
         return reply
 
-    def status(self, pool: PoolRecord, path: Path) -> None:
+    def status(self, pool: PoolRecord, path: Path, timeout_seconds: float | None = None) -> None:
         """Ask how the engine stands; what hinders that is kept as the answer instead of raised."""
         asked_at = self._clock.monotonic()
         answer = Answer(asked_at, error="the agent failed")
         try:
-            answer = Answer(asked_at, as_kind(StatusReply, self._control_of(path).request(StatusRequest())), "")
+            reply = self._control_of(path).request(StatusRequest(), timeout_seconds=timeout_seconds)
+            answer = Answer(asked_at, as_kind(StatusReply, reply), "")
         except KvatlasError as error:
             answer = Answer(asked_at, error=str(error))
         finally:

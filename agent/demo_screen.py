@@ -50,7 +50,7 @@ class Screen:
         if page is not None:
             self._console.print(f"Dashboard  {page}")
         self._console.print(f"Agent      {agent}  (metrics at /metrics, API at /docs)")
-        self._console.print(f"Maps       {maps}  (kvatlas map FILE tells one of them)")
+        self._console.print(f"Maps       {maps}  (other commands find them with KVATLAS_DIR set to that)")
         self._console.print("Ctrl-C ends everything.")
 
     def show(self, engines: list[EngineSummary], figures: list[EngineFigures]) -> None:

@@ -15,11 +15,12 @@ from agent.client import AgentRefused
 from agent.compaction_driver import CompactionDriver
 from agent.compaction_model import Decision, PolicySettings
 from agent.compaction_settings import DriverSettings, Scope
+from agent.control_client import EngineControl
 from agent.exporter import Exporter
 from agent.history import MemoryHistory
 from agent.model import AgentView, Clock
 from agent.security import WriteGuard
-from engine_shim.control_messages import ControlRequest
+from engine_shim.control_messages import ControlRequest, MovingRequest
 from engine_shim.errors import ControlMalformed, ControlRefused, ControlTimeout, ControlUnavailable, KvatlasError
 
 Start = Callable[..., Any]
@@ -150,17 +151,29 @@ def test_a_run_on_demand(world: World) -> None:
 def test_the_kill_switch(world: World) -> None:
     response = world.client.delete(world.path, headers=TOKEN)
     assert wire.CompactionSwitch.model_validate_json(response.content).moving is False
-    refused = world.run()
-    assert (refused.decision, refused.moved_blocks) == ("refused", 0)
-    assert "switched off" in refused.reason
+    refused = error_of(world.client.post(world.path, json={}, headers=TOKEN), 403)
+    assert refused.error == "refused"
+    assert "switched off" in refused.message
     state = world.state()
     assert not state.automatic
     assert "switched off by DELETE" in state.automatic_reason
+    assert state.engine.moving is False
     assert [entry.outcome for entry in world.entries() if entry.action == "moving"] == ["off"]
 
 
+def test_the_state_is_the_engine_s_of_now_whoever_switched_it(world: World) -> None:
+    assert world.state().engine.moving is True
+    by_hand = EngineControl(world.pool.path)
+    by_hand.request(MovingRequest(on=False))
+    assert world.state().engine.moving is False
+    by_hand.request(MovingRequest(on=True))
+    assert world.state().engine.moving is True
+
+
 def test_entries_by_engine(world: World) -> None:
-    assert world.entries(engine=world.pool.id)
+    entries = world.entries(engine=world.pool.id)
+    assert entries
+    assert world.entries(engine=world.pool.id.partition(".")[0]) == entries
     assert world.entries(engine="another") == []
     assert error_of(world.client.get("/v1/compactions?limit=0"), 400).error == "bad_request"
 

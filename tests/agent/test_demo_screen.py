@@ -90,6 +90,6 @@ def test_without_a_terminal_there_are_lines(engines: Summaries) -> None:
         for _ in range(12):
             screen.show(engines, [])
     lines = out.getvalue().splitlines()
-    assert "Maps       /dev/shm/kvatlas-0/demo-x  (kvatlas map FILE tells one of them)" in lines
+    assert "Maps       /dev/shm/kvatlas-0/demo-x  (other commands find them with KVATLAS_DIR set to that)" in lines
     assert [line.split(":")[0] for line in lines if "running" in line] == ["demo-vllm", "demo-relocating"] * 2
     assert "demo-relocating: live, 256 running, 1,234 waiting, live share 0.452, fragmentation 0.200" in lines
