@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import logging
@@ -33,8 +32,6 @@ from engine_shim.errors import KvatlasError, SettingsError
 from engine_shim.folders import map_folders
 from engine_shim.map_reader import MapReader
 
-M_MMAP_THRESHOLD = -3  # <malloc.h>
-LARGE_BYTES = 64 * 1024
 SHUTDOWN_SECONDS = 3
 
 
@@ -99,7 +96,6 @@ def run_agent(settings: AgentSettings) -> None:
 
     # The sampler computes while the server answers: an answer should wait for it a millisecond, not five.
     sys.setswitchinterval(0.001)
-    _return_large_buffers()
     # What is loaded now stays; a collection need not look at it each time that a scrape makes many small objects.
     gc.collect()
     gc.freeze()
@@ -128,18 +124,6 @@ def run_agent(settings: AgentSettings) -> None:
             sampler.close()
         listener.close()
         log.event("stopped")
-
-
-def _return_large_buffers() -> None:
-    """Let the C library hand columns back to the host as soon as they are freed, where it can be told to.
-
-    By itself glibc learns to keep blocks of such sizes in its heaps; which of them then lie at a heap's end is chance,
-    and the resident set wanders by a megabyte. The price is page faults of some 0.2 ms a tick at 100,000 blocks.
-    """
-    try:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
-    except (OSError, AttributeError):
-        return  # another C library, which has its own ways
 
 
 def bind(settings: AgentSettings) -> socket.socket:
