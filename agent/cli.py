@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         give_up_output()
         return _complain(str(error), EXIT_FAILED)
-    except Exception as error:
+    except Exception as error:  # Click's usage errors have no public base here; all others are raised again
         describe = getattr(error, "format_message", None)
         if describe is None:
             raise

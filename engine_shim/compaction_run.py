@@ -286,7 +286,7 @@ class CompactionRun:
             if self._settings.verify and list(mover.digests(destinations)) != list(digests):
                 raise _CheckFailed("contents differ after a copy; nothing of that chunk was committed")
             mover.commit(kept)
-        except Exception as error:
+        except Exception as error:  # whatever an engine's mover raised, its pool must be made whole again
             self._back_out(kept, before, error, reserved)
             raise
         self._moved += len(kept)
@@ -295,7 +295,7 @@ class CompactionRun:
         self._verified += len(kept) if self._settings.verify else 0
         try:
             problem = audit(before, *self._look(kept.T.ravel()))
-        except Exception as error:
+        except Exception as error:  # blocks that cannot be checked are not trusted, for whatever reason
             raise _CheckFailed(self._give_up(kept, f"moved blocks cannot be checked: {error!r}")) from error
         if problem:
             raise _CheckFailed(self._give_up(kept, problem))

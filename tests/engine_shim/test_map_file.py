@@ -17,25 +17,30 @@ from engine_shim.errors import MapCorrupt, MapUnavailable, MapVersionError
 from engine_shim.layout import HEADER, REGION, region_table_offset
 
 
-@pytest.fixture
-def a_map(tmp_path: Path) -> Path:
+def make_map(folder: Path, total_blocks: int, owner_slots: int, events_per_second: int) -> Path:
+    """A map that its writer has left behind."""
     writer = MapWriter.create(
         MapSpec(
             engine_id="test",
             kind="reference",
             model="tiny",
             pool="kv",
-            total_blocks=5000,
+            total_blocks=total_blocks,
             block_tokens=16,
             block_bytes=1024,
             dtype="float16",
-            owner_slots=16,
-            events_per_second=100,
+            owner_slots=owner_slots,
+            events_per_second=events_per_second,
         ),
-        tmp_path,
+        folder,
     )
     writer.close(keep=True)
     return writer.path
+
+
+@pytest.fixture
+def a_map(tmp_path: Path) -> Path:
+    return make_map(tmp_path, total_blocks=5000, owner_slots=16, events_per_second=100)
 
 
 def set_header(path: Path, **values: Any) -> None:
@@ -133,23 +138,7 @@ def test_missing_folders_links_and_pipes_are_not_opened(tmp_path: Path, a_map: P
 def test_random_damage_to_the_head_of_a_map_is_refused_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "damaged.kvmap"
     if not (whole := tmp_path / "whole").exists():
-        writer = MapWriter.create(
-            MapSpec(
-                engine_id="test",
-                kind="reference",
-                model="tiny",
-                pool="kv",
-                total_blocks=50,
-                block_tokens=16,
-                block_bytes=1,
-                dtype="f",
-                owner_slots=4,
-                events_per_second=1,
-            ),
-            tmp_path,
-        )
-        writer.close(keep=True)
-        writer.path.rename(whole)
+        make_map(tmp_path, total_blocks=50, owner_slots=4, events_per_second=1).rename(whole)
     raw = bytearray(whole.read_bytes())
     head = region_table_offset() + 14 * REGION.itemsize
     for place, value in data.draw(st.lists(st.tuples(st.integers(8, head - 1), st.integers(0, 255)), max_size=6)):
