@@ -12,6 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
+UNRECORDED: Final = 0
 NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -79,10 +80,11 @@ class Alert:
 class Change:
     """One change of one alert. `sequence` rises with every change an agent's store ever recorded, over restarts."""
 
-    sequence: int
+    sequence: int  # UNRECORDED until a store has recorded it
     kind: ChangeKind
     alert: Alert
     at: float  # Unix seconds
+    reason: str = ""  # of a resolve: why it is over, as "back at 18 %, at most 20 %" or "the rule was removed"
 
 
 @dataclass(frozen=True, slots=True)

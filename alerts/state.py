@@ -1,0 +1,69 @@
+"""What the lifecycle remembers of one open alert, and how that is written down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Self
+
+from alerts.errors import AlertsError
+from alerts.model import Alert, Phase, Severity
+
+VERSION = 1
+
+
+class StateUnreadable(AlertsError):
+    """A stored state is of another version, or damaged. It cannot be used; the text says what is wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertState:
+    """One alert that is pending or firing. An alert without a state is inactive.
+
+    Durations count what was observed, by a clock that is never set: time in which the number was unknown, or the agent
+    did not run, counts for none of them but `absent_seconds`.
+    """
+
+    phase: Phase  # PENDING or FIRING
+    alert: Alert  # as it is, or as it was last told; texts of the time it was judged last
+    source: str  # of the readings that it came from
+    incarnation: str  # of that source; another one starts a pending alert anew
+    condition: str  # the rule's, so that a changed rule is noticed
+    held: str = ""  # why its number is unknown now; "" while it is known
+    told: Severity | None = None  # the severity that was told; None while nobody was told of this firing
+    true_seconds: float = 0.0  # for how long the threshold has been crossed: the rule's `for`
+    clear_seconds: float = 0.0  # for how long it has not been any more: `keep_firing_for`
+    quiet_seconds: float = 0.0  # since it was told last: the repeat interval
+    absent_seconds: float = 0.0  # for how long there has been no reading of its source at all
+
+    @property
+    def fingerprint(self) -> str:
+        return self.alert.fingerprint
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain["alert"] = {field.name: getattr(self.alert, field.name) for field in fields(Alert)}
+        plain["alert"]["labels"] = dict(self.alert.labels)
+        return json.dumps({"version": VERSION, **plain}, allow_nan=False, separators=(",", ":"), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises StateUnreadable."""
+        try:
+            plain: dict[str, Any] = json.loads(text)
+            if plain.pop("version") != VERSION:
+                raise StateUnreadable(f"not version {VERSION}")
+            alert = plain.pop("alert")
+            alert["severity"] = Severity(alert["severity"])
+            alert["labels"] = MappingProxyType(dict(alert["labels"]))
+            told = plain.pop("told")
+            return cls(
+                alert=Alert(**alert),
+                phase=Phase(plain.pop("phase")),
+                told=None if told is None else Severity(told),
+                **plain,
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateUnreadable(f"a stored alert cannot be read: {error}") from error
