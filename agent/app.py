@@ -15,22 +15,22 @@ from types import FrameType
 import numpy.ma  # noqa: F401 - np.median loads it at its first call, which in a running agent looks like a leak
 import uvicorn
 
-from agent.api import ApiContext, create_app
-from agent.audit import AuditLog
-from agent.compaction_driver import CompactionDriver
+from agent.compaction.audit import AuditLog
+from agent.compaction.driver import CompactionDriver
 from agent.config import AgentSettings
-from agent.connections import ACCEPTED_AT_ONCE, BACKLOG, BoundedServer, bounded_protocol
 from agent.descriptors import raise_limit, share_out
 from agent.exporter import Exporter
 from agent.history import MemoryHistory
 from agent.log import EventLog, configure_logging
-from agent.model import Clock
-from agent.sampler import Sampler
-from agent.security import WriteGuard, is_loopback
+from agent.sampling.model import Clock
+from agent.sampling.sampler import Sampler
+from agent.web.api import ApiContext, create_app
+from agent.web.connections import ACCEPTED_AT_ONCE, BACKLOG, BoundedServer, bounded_protocol
+from agent.web.security import WriteGuard, is_loopback
 from engine_shim import __version__
+from engine_shim.allocation_map.folders import map_folders
+from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import KvatlasError, SettingsError
-from engine_shim.folders import map_folders
-from engine_shim.map_reader import MapReader
 
 SHUTDOWN_SECONDS = 3
 

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_demo() -> None:
     """Its options stand beside its code, which no other command should pay for."""
-    from agent.demo import demo
+    from agent.demo.run import demo
 
     if not any(command.callback is demo for command in app.registered_commands):
         app.command()(demo)
@@ -193,7 +193,7 @@ def map_(
     as_json: Json = False,
 ) -> None:
     """Read one allocation map and say what it holds."""
-    from agent.map_command import describe_map, render_map
+    from agent.commands.map_file import describe_map, render_map
 
     facts = describe_map(file)
     _print(facts) if as_json else print(render_map(facts))
@@ -221,7 +221,7 @@ def compact(
     as_json: Json = False,
 ) -> int:
     """Move live blocks of one engine until its fragmentation is down, or switch that off and on."""
-    from agent.compact_command import Order, carry_out, render_result
+    from agent.commands.compact import Order, carry_out, render_result
 
     if dry_run + off + on > 1:
         raise SettingsError("give one of --dry-run, --off and --on")
@@ -256,7 +256,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Replay a trace against allocation policies and compare them."""
-    from agent.compare_command import (
+    from agent.commands.compare import (
         COMPARED_POLICIES,
         comparison_json,
         pool_sizes,
@@ -264,9 +264,9 @@ def simulate(
         require_plotting,
         write_plot,
     )
-    from agent.simulate_command import render_simulation
+    from agent.commands.simulate import render_simulation
     from engine_shim.errors import SettingsError
-    from engine_shim.policies import POLICIES
+    from engine_shim.pool.policies import POLICIES
     from engine_shim.simulator import DEFAULT_BLOCKS
     from engine_shim.simulator import simulate as run
     from engine_shim.workload import load_workload
@@ -305,7 +305,7 @@ def doctor(
     """Check folders, maps, packages, port and GPU; exits with 1 where something is broken."""
     from agent.config import load_settings
     from agent.doctor import examine, to_json
-    from engine_shim.folders import map_folders
+    from engine_shim.allocation_map.folders import map_folders
 
     settings = load_settings({"listen": listen} if listen else {}, file=config)
     folders = map_folders({"KVATLAS_DIR": settings.dir}) if settings.dir else map_folders()

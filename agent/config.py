@@ -12,10 +12,10 @@ from typing import Any, Literal, Self
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from agent.compaction_model import PolicySettings
-from agent.compaction_settings import DriverSettings, Scope
-from agent.judgement import Limits
-from agent.sampler import SamplerSettings
+from agent.compaction.model import PolicySettings
+from agent.compaction.settings import DriverSettings, Scope
+from agent.sampling.judgement import Limits
+from agent.sampling.sampler import SamplerSettings
 from engine_shim.errors import SettingsError
 
 ENV_PREFIX = "KVATLAS_"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
-from agent.discovery import MAX_MAPS
+from agent.sampling.discovery import MAX_MAPS
 
 MAX_CONNECTIONS = 256
 # Listening and polling, standard streams, the audit log, scans, control sockets, what libraries open for a moment, and

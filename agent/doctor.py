@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agent.config import AgentSettings
-from agent.discovery import name_some, scan
-from agent.supervisor import DEMO_PREFIX
+from agent.demo.supervisor import DEMO_PREFIX
+from agent.sampling.discovery import name_some, scan
+from engine_shim.allocation_map.folders import MEMORY_FOLDER, file_system, is_in_memory, writer_folder
+from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import KvatlasError
-from engine_shim.folders import MEMORY_FOLDER, file_system, is_in_memory, writer_folder
 from engine_shim.launcher import installed
-from engine_shim.map_reader import MapReader
 
 Level = Literal["ok", "note", "warning", "failed"]
 

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from agent.compaction_tally import Tally, tally_families
-from agent.model import AgentView, Clock, PoolSample
+from agent.compaction.tally import Tally, tally_families
+from agent.sampling.model import AgentView, Clock, PoolSample
 from engine_shim.layout import COUNTERS, HISTOGRAMS
 from engine_shim.snapshot import Histogram
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Final
 
 UNRECORDED: Final = 0
-NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Severity(StrEnum):
@@ -87,9 +85,14 @@ class Change:
     reason: str = ""  # of a resolve: why it is over, as "back at 18 %, at most 20 %" or "the rule was removed"
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Which changes share a message: those of one group name, per minute (the first one goes out at once)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mute:
+    """Says nothing of one rule, one engine, or one rule on one engine, until it expires. Times are Unix seconds."""
 
-    name: str
-    labels: Mapping[str, str] = NO_LABELS
+    id: str
+    rule: str | None = None  # None: every rule
+    engine: str | None = None  # the engine's id; None: every engine
+    author: str
+    reason: str = ""
+    created_at: float
+    expires_at: float

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from engine_shim import MapObserver, MapSpec  # noqa: E402 - needs the path above
-from engine_shim.block_pool import BlockPool  # noqa: E402
+from engine_shim.pool.block_pool import BlockPool  # noqa: E402
 
 MAX_SEQUENCES = 64
 

@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.plan_moves import aged, islands, random
-from engine_shim.compaction import plan_moves
+from engine_shim.compaction.planning import plan_moves
 from engine_shim.reference.geometry import Geometry, named_geometry
 from engine_shim.reference.kv_cache import KVCache
 

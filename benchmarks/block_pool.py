@@ -75,7 +75,7 @@ def check_order_with_hashes(operations: int = 60_000) -> int:
     """
     from vllm.v1.core.block_pool import BlockPool as VllmPool
 
-    from engine_shim.block_pool import BlockPool
+    from engine_shim.pool.block_pool import BlockPool
 
     dice = random.Random(5)
     total = 2000
@@ -127,8 +127,8 @@ def measure(pairs: int) -> dict[str, Any]:
     from vllm.v1.core.block_pool import BlockPool as VllmPool
 
     from engine_shim import MapObserver, MapSpec
-    from engine_shim.block_pool import BlockPool
     from engine_shim.layout import BlockState
+    from engine_shim.pool.block_pool import BlockPool
     from engine_shim.runs import find_runs
 
     compared = check_order_with_hashes()

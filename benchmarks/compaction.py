@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine_shim.compaction_report import CompactionReport
-from engine_shim.compaction_run import RunSettings
+from engine_shim.compaction.report import CompactionReport
+from engine_shim.compaction.run import RunSettings
 from engine_shim.observer import NullObserver
 from engine_shim.reference.build import EngineSettings, build_engine
 from engine_shim.reference.clock import VirtualClock

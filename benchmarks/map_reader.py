@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from engine_shim import MapObserver, MapReader, MapSpec
-from engine_shim.block_pool import BlockPool
+from engine_shim.allocation_map.folders import MEMORY_FOLDER
 from engine_shim.errors import MapUnavailable
-from engine_shim.folders import MEMORY_FOLDER
+from engine_shim.pool.block_pool import BlockPool
 
 STEP_SEQUENCES = 32
 SEQUENCE_BLOCKS = 32

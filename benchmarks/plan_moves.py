@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.compaction import plan_moves
+from engine_shim.compaction.planning import plan_moves
 from engine_shim.layout import BlockState
 
 CACHED_SHARE = 0.6  # of allocatable blocks, as in a pool with its prefix cache on

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from engine_shim.block_pool import MAX_POOL_BLOCKS, BlockPool
 from engine_shim.errors import PoolExhausted, SettingsError
 from engine_shim.observer import NullObserver
-from engine_shim.policies import POLICIES
+from engine_shim.pool.block_pool import MAX_POOL_BLOCKS, BlockPool
+from engine_shim.pool.policies import POLICIES
 from engine_shim.runs import count_runs, find_runs
 from engine_shim.workload import TraceRequest, Workload, request_block_hashes
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from engine_shim.compaction_run import RunSettings
+from engine_shim.compaction.run import RunSettings
 from engine_shim.errors import KvatlasError, SettingsError, TraceError
-from engine_shim.policies import POLICIES
+from engine_shim.pool.policies import POLICIES
 from engine_shim.reference.build import EngineSettings, arrivals, build_engine
 from engine_shim.reference.clock import RealClock, VirtualClock
 from engine_shim.reference.engine import Pace

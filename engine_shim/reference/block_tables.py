@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.mover import Moves
+from engine_shim.compaction.mover import Moves
 from engine_shim.reference.sequence import Sequence
 
 

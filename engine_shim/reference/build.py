@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 import engine_shim
-from engine_shim.block_pool import MAX_POOL_BLOCKS, BlockPool
-from engine_shim.compaction_run import RunSettings
+from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.allocation_map.writer import MapSpec
+from engine_shim.compaction.run import RunSettings
 from engine_shim.errors import SettingsError
-from engine_shim.map_observer import MapObserver
-from engine_shim.map_writer import MapSpec
 from engine_shim.observer import PoolObserver
+from engine_shim.pool.block_pool import MAX_POOL_BLOCKS, BlockPool
+from engine_shim.pool.relocation import RelocatingPolicy
 from engine_shim.reference.clock import Clock
 from engine_shim.reference.content import PatternContent, Runner
 from engine_shim.reference.decoder import Decoder
@@ -24,7 +25,6 @@ from engine_shim.reference.kv_cache import KVCache, choose_device
 from engine_shim.reference.scheduler import Limits
 from engine_shim.reference.sequence import Sequence, sequence_of
 from engine_shim.reference.transfer import PINNED_SHARE, FolderTarget, PeerTarget, Target, Transfers
-from engine_shim.relocation import RelocatingPolicy
 from engine_shim.workload import Workload
 
 RESERVED_BLOCKS = (0,)  # as vLLM's null block

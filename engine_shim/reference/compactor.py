@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from engine_shim.compaction import MovePlan, plan_moves
-from engine_shim.compaction_report import CompactionReport, Outcome
-from engine_shim.compaction_run import CompactionRun, Phase, RunSettings
+from engine_shim.compaction.mover import Mover, MoveSwitch
+from engine_shim.compaction.planning import MovePlan, plan_moves
+from engine_shim.compaction.report import CompactionReport, Outcome
+from engine_shim.compaction.run import CompactionRun, Phase, RunSettings
 from engine_shim.errors import ControlRefused
-from engine_shim.mover import Mover, MoveSwitch
 
 log = logging.getLogger(__name__)
 

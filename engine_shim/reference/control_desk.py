@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from engine_shim.block_pool import BlockPool
-from engine_shim.compaction import MovePlan
-from engine_shim.compaction_report import CompactionReport
-from engine_shim.compaction_run import RunSettings
-from engine_shim.control_mailbox import ControlMailbox, ControlTicket
-from engine_shim.control_messages import (
+from engine_shim.compaction.planning import MovePlan
+from engine_shim.compaction.report import CompactionReport
+from engine_shim.compaction.run import RunSettings
+from engine_shim.control.mailbox import ControlMailbox, ControlTicket
+from engine_shim.control.messages import (
     CompactRequest,
     ControlReply,
     Detail,
@@ -23,9 +22,10 @@ from engine_shim.control_messages import (
     SwitchReply,
 )
 from engine_shim.errors import ControlRefused, SettingsError
-from engine_shim.policies import SWITCHABLE
+from engine_shim.pool.block_pool import BlockPool
+from engine_shim.pool.policies import SWITCHABLE
+from engine_shim.pool.relocation import RelocatingPolicy
 from engine_shim.reference.compactor import Compactor
-from engine_shim.relocation import RelocatingPolicy
 
 
 class ControlDesk:

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.block_pool import BlockPool
-from engine_shim.compaction import MovePlan, Window
-from engine_shim.compaction_report import CompactionReport
+from engine_shim.compaction.planning import MovePlan, Window
+from engine_shim.compaction.report import CompactionReport
 from engine_shim.errors import SettingsError
 from engine_shim.layout import BlockState
-from engine_shim.pool_moves import PoolMoves
+from engine_shim.pool.block_pool import BlockPool
+from engine_shim.pool.pool_moves import PoolMoves
 from engine_shim.reference.kv_cache import KVCache
 from engine_shim.runs import find_runs
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_shim.block_pool import BlockPool
-from engine_shim.compaction_run import RunSettings
-from engine_shim.control import ControlServer
-from engine_shim.control_mailbox import ControlMailbox
+from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.compaction.run import RunSettings
+from engine_shim.control.mailbox import ControlMailbox
+from engine_shim.control.server import ControlServer
 from engine_shim.errors import SettingsError
-from engine_shim.map_observer import MapObserver
 from engine_shim.observer import NO_OBSERVER, PoolObserver
+from engine_shim.pool.block_pool import BlockPool
 from engine_shim.reference.clock import Clock, RealClock
 from engine_shim.reference.compactor import Compactor
 from engine_shim.reference.content import PatternContent, Runner, Work

@@ -7,8 +7,8 @@ from statistics import median
 
 import numpy as np
 
-from engine_shim.block_pool import BlockPool
 from engine_shim.layout import BlockState
+from engine_shim.pool.block_pool import BlockPool
 from engine_shim.runs import find_runs
 
 SAMPLE_SECONDS = 1.0

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.block_pool import BlockPool
-from engine_shim.mover import BlockFacts, Moves
-from engine_shim.pool_moves import PoolMoves
+from engine_shim.compaction.mover import BlockFacts, Moves
+from engine_shim.pool.block_pool import BlockPool
+from engine_shim.pool.pool_moves import PoolMoves
 from engine_shim.reference.block_copy import Saved
 from engine_shim.reference.block_tables import BlockTables, Hits
 from engine_shim.reference.content import Runner
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ReferenceMover:
-    """Implements `engine_shim.mover.Mover`. Owners are sequence numbers; a shared block's is its first table's.
+    """The Mover of `engine_shim.compaction.mover`. Owners are sequence numbers: of a shared block, its first table's.
 
     Whatever is cached in a destination changes places with the block that moves there, and keeps its turn in the
     order of eviction. Blocks in transfer are PINNED, and everything else that reads a block reads it through a table,

@@ -15,15 +15,15 @@ from functools import partial
 
 import numpy as np
 
-from engine_shim.block_pool import BlockPool
-from engine_shim.compaction_report import CompactionReport, Outcome
-from engine_shim.compaction_run import RunSettings
+from engine_shim.compaction.report import CompactionReport, Outcome
+from engine_shim.compaction.run import RunSettings
+from engine_shim.compaction.tail_plan import plan_tail
 from engine_shim.errors import ControlRefused, SettingsError
 from engine_shim.layout import BlockState
-from engine_shim.pool_moves import PoolMoves
+from engine_shim.pool.block_pool import BlockPool
+from engine_shim.pool.pool_moves import PoolMoves
 from engine_shim.reference.compactor import Compactor
 from engine_shim.reference.sequence import Sequence
-from engine_shim.tail_plan import plan_tail
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from engine_shim.allocation_policy import UNLIMITED
-from engine_shim.block_pool import BlockPool
-from engine_shim.copy_batch import CopyBatch
 from engine_shim.errors import PoolExhausted, SettingsError
 from engine_shim.observer import NO_OBSERVER, PoolObserver
+from engine_shim.pool.allocation_policy import UNLIMITED
+from engine_shim.pool.block_pool import BlockPool
+from engine_shim.pool.copy_batch import CopyBatch
 from engine_shim.reference.content import Work
 from engine_shim.reference.sequence import Sequence, Status
 

@@ -11,7 +11,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.prefix import chain_hash
+from engine_shim.pool.prefix import chain_hash
 from engine_shim.workload import TraceRequest, prompt_content_ids, request_block_hashes
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from engine_shim.block_pool import BlockPool
 from engine_shim.errors import SettingsError
+from engine_shim.pool.block_pool import BlockPool
 from engine_shim.reference.kv_cache import KVCache, coalesce
 from engine_shim.reference.pacer import Pacer
 from engine_shim.reference.sequence import Sequence

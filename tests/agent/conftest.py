@@ -17,19 +17,19 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from agent.audit import AuditLog
 from agent.client import AgentClient
-from agent.compaction_driver import CompactionDriver
-from agent.compaction_model import Decision
-from agent.compaction_record import DatedVerdict
-from agent.compaction_settings import DriverSettings, Scope
+from agent.compaction.audit import AuditLog
+from agent.compaction.driver import CompactionDriver
+from agent.compaction.model import Decision
+from agent.compaction.record import DatedVerdict
+from agent.compaction.settings import DriverSettings, Scope
 from agent.history import MemoryHistory
 from agent.log import FOREIGN
 from agent.log import ROOT as ROOT_LOGGER
-from agent.model import AgentView, Clock, PoolSample
-from agent.sampler import Sampler
+from agent.sampling.model import AgentView, Clock, PoolSample
+from agent.sampling.sampler import Sampler
+from engine_shim.allocation_map.reader import MapReader
 from engine_shim.layout import COUNTERS, HISTOGRAM_BOUNDS_SECONDS, HISTOGRAMS, NO_GROUP
-from engine_shim.map_reader import MapReader
 from engine_shim.snapshot import EngineIdentity, Histogram, MapFlags, MapSnapshot
 
 ROOT = Path(__file__).resolve().parents[2]

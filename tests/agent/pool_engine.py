@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_shim import BlockPool, MapObserver, MapSpec
-from engine_shim.compaction import MovePlan, plan_moves
-from engine_shim.compaction_report import CompactionReport
-from engine_shim.compaction_run import CompactionRun, RunSettings
-from engine_shim.control import ControlServer
-from engine_shim.control_mailbox import ControlMailbox, ControlTicket
-from engine_shim.control_messages import (
+from engine_shim.compaction.mover import BlockFacts, Moves, MoveSwitch
+from engine_shim.compaction.planning import MovePlan, plan_moves
+from engine_shim.compaction.report import CompactionReport
+from engine_shim.compaction.run import CompactionRun, RunSettings
+from engine_shim.control.mailbox import ControlMailbox, ControlTicket
+from engine_shim.control.messages import (
     CompactRequest,
     ControlReply,
     ErrorReply,
@@ -37,8 +37,8 @@ from engine_shim.control_messages import (
     StatusReply,
     SwitchReply,
 )
-from engine_shim.mover import BlockFacts, Moves, MoveSwitch
-from engine_shim.pool_moves import PoolMoves
+from engine_shim.control.server import ControlServer
+from engine_shim.pool.pool_moves import PoolMoves
 
 BLOCK_BYTES = 1 << 20
 TOKENS = 16

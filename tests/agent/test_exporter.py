@@ -15,12 +15,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from agent.compaction_model import Decision
-from agent.compaction_tally import OUTCOMES, Tally
+from agent.compaction.model import Decision
+from agent.compaction.tally import OUTCOMES, Tally
 from agent.exporter import LABELS, MAX_TEXT_AGE_SECONDS, SCRAPED_LATELY_SECONDS, Exporter, render_text
 from agent.forecast import NOT_BLOCKED, Admission, ExhaustionForecast
 from agent.fragmentation import analyze
-from agent.model import EMPTY_VIEW, AgentView, Clock, PoolSample, Waste
+from agent.sampling.model import EMPTY_VIEW, AgentView, Clock, PoolSample, Waste
 from engine_shim.layout import COUNTERS
 from engine_shim.snapshot import Histogram, MapFlags, MapSnapshot
 

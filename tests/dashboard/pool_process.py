@@ -12,9 +12,9 @@ import select
 import sys
 from pathlib import Path
 
-from engine_shim.block_pool import BlockPool
-from engine_shim.map_observer import MapObserver
-from engine_shim.map_writer import MapSpec
+from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.allocation_map.writer import MapSpec
+from engine_shim.pool.block_pool import BlockPool
 
 BLOCK_TOKENS = 16
 

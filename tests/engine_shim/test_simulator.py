@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_shim.block_pool import BlockPool
 from engine_shim.errors import SettingsError
-from engine_shim.policies import POLICIES
+from engine_shim.pool.block_pool import BlockPool
+from engine_shim.pool.policies import POLICIES
 from engine_shim.runs import count_runs, find_runs
 from engine_shim.simulator import SimulationReport, _Steps, simulate
 from engine_shim.workload import TraceRequest, Workload, load_workload

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_shim.errors import PoolError, TraceError
-from engine_shim.prefix import hash_prefix_blocks
+from engine_shim.pool.prefix import hash_prefix_blocks
 from engine_shim.workload import (
     BUNDLED_TRACES,
     TraceRequest,

@@ -12,7 +12,7 @@ import typer.main
 
 from agent.cli import app
 from agent.config import AgentSettings, variable
-from agent.demo import demo
+from agent.demo.run import demo
 
 ROW = re.compile(r"^\| `(KVATLAS_\w+)` \|(.*?)\|(.*?)\|(.*)\|$", re.MULTILINE)
 NAME = re.compile(r"KVATLAS_[A-Z][A-Z_]*[A-Z]")

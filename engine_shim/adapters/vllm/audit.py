@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from engine_shim.allocation_map.map_observer import MapObserver
 from engine_shim.layout import BlockState
-from engine_shim.map_observer import MapObserver
 
 log = logging.getLogger("kvatlas.shim")
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine_shim.map_writer import MapSpec
+from engine_shim.allocation_map.writer import MapSpec
 from engine_shim.snapshot import GroupEntry
 
 _KINDS = {

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from engine_shim.map_observer import MapObserver
+from engine_shim.allocation_map.map_observer import MapObserver
 
 CONNECTOR = "\x00connector"  # holds that a connector took itself; no request id is like this
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine_shim.adapters.vllm.hooks import Hook, Hooks, Method
-from engine_shim.map_observer import MapObserver
+from engine_shim.allocation_map.map_observer import MapObserver
 
 Fault = Callable[[BaseException], None]
 

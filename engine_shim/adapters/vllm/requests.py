@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.map_observer import MapObserver
+from engine_shim.allocation_map.map_observer import MapObserver
 
 _computed = attrgetter("num_computed_tokens")
 

@@ -13,10 +13,10 @@ from engine_shim.adapters.vllm.pins import CONNECTOR, PinBook
 from engine_shim.adapters.vllm.pool_tap import Place, PoolTap
 from engine_shim.adapters.vllm.requests import RequestBook
 from engine_shim.adapters.vllm.shape import Findings
+from engine_shim.allocation_map.folders import writer_folder
+from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.allocation_map.writer import MapSpec, MapWriter
 from engine_shim.errors import KvatlasError, MapBusy
-from engine_shim.folders import writer_folder
-from engine_shim.map_observer import MapObserver
-from engine_shim.map_writer import MapSpec, MapWriter
 
 log = logging.getLogger("kvatlas.shim")
 

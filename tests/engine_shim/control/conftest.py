@@ -16,15 +16,15 @@ from typing import Any, Protocol
 
 import pytest
 
-from engine_shim.control import ControlLimits, ControlServer
-from engine_shim.control_mailbox import ControlMailbox, ControlTicket
-from engine_shim.control_messages import (
+from engine_shim.control.mailbox import ControlMailbox, ControlTicket
+from engine_shim.control.messages import (
     ControlReply,
     ErrorReply,
     encode_request,
     parse_reply,
 )
-from engine_shim.control_peer import socket_address
+from engine_shim.control.peer import socket_address
+from engine_shim.control.server import ControlLimits, ControlServer
 
 ENGINE = Path(__file__).with_name("control_engine.py")
 ROOT = Path(__file__).resolve().parents[3]

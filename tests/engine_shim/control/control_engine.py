@@ -14,9 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-from engine_shim.control import ControlServer
-from engine_shim.control_mailbox import ControlMailbox, ControlTicket
-from engine_shim.control_messages import (
+from engine_shim.control.mailbox import ControlMailbox, ControlTicket
+from engine_shim.control.messages import (
     CompactRequest,
     ControlReply,
     MovingRequest,
@@ -25,6 +24,7 @@ from engine_shim.control_messages import (
     StatusReply,
     SwitchReply,
 )
+from engine_shim.control.server import ControlServer
 
 
 class Engine:

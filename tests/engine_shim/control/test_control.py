@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine_shim.control import ControlLimits, ControlServer
-from engine_shim.control_mailbox import ControlMailbox, ControlTicket
-from engine_shim.control_messages import (
+from engine_shim.control.mailbox import ControlMailbox, ControlTicket
+from engine_shim.control.messages import (
     MAX_LINE_BYTES,
     CompactRequest,
     ControlReply,
@@ -30,7 +29,8 @@ from engine_shim.control_messages import (
     encode_request,
     parse_reply,
 )
-from engine_shim.control_peer import Peer
+from engine_shim.control.peer import Peer
+from engine_shim.control.server import ControlLimits, ControlServer
 
 if TYPE_CHECKING:
     from tests.engine_shim.control.conftest import Call, Caller, Serve
@@ -467,7 +467,7 @@ def test_a_fault_of_the_server_costs_the_engine_nothing_else(
 ) -> None:
     server, mailbox = serve()
     with caplog.at_level(logging.ERROR):
-        monkeypatch.setattr("engine_shim.control.peer_of", lambda connection: 1 // 0)
+        monkeypatch.setattr("engine_shim.control.server.peer_of", lambda connection: 1 // 0)
         caller = call(server)
         assert caller.is_closed()
         server._thread.join(PATIENCE_SECONDS)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_shim.control_messages import (
+from engine_shim.control.messages import (
     ERROR_CODES,
     MAX_INTEGER,
     MAX_LINE_BYTES,

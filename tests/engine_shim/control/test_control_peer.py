@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine_shim.control import ControlServer
-from engine_shim.control_mailbox import ControlMailbox, ControlTicket
-from engine_shim.control_messages import (
+from engine_shim.control.mailbox import ControlMailbox, ControlTicket
+from engine_shim.control.messages import (
     SCHEMA,
     CompactRequest,
     ErrorReply,
@@ -30,7 +29,8 @@ from engine_shim.control_messages import (
     encode_request,
     parse_reply,
 )
-from engine_shim.control_peer import MAX_ADDRESS_BYTES, Peer, refusal, socket_path
+from engine_shim.control.peer import MAX_ADDRESS_BYTES, Peer, refusal, socket_path
+from engine_shim.control.server import ControlServer
 from engine_shim.errors import ControlUnavailable, MapBusy
 
 if TYPE_CHECKING:

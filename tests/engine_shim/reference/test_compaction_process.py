@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_shim.control_messages import (
+from engine_shim.allocation_map.reader import MapReader
+from engine_shim.control.messages import (
     CompactRequest,
     ControlReply,
     ControlRequest,
@@ -31,9 +32,8 @@ from engine_shim.control_messages import (
     encode_request,
     parse_reply,
 )
-from engine_shim.control_peer import socket_address, socket_path
+from engine_shim.control.peer import socket_address, socket_path
 from engine_shim.layout import BlockState
-from engine_shim.map_reader import MapReader
 
 DEADLINE_SECONDS = 60.0
 

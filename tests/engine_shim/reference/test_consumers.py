@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from engine_shim.compaction_report import CompactionReport, Outcome
-from engine_shim.compaction_run import RunSettings
+from engine_shim.compaction.report import CompactionReport, Outcome
+from engine_shim.compaction.run import RunSettings
+from engine_shim.compaction.tail_plan import plan_tail
 from engine_shim.errors import ControlRefused, PoolError, SettingsError
 from engine_shim.layout import BlockState
-from engine_shim.prefix import hash_prefix_blocks
+from engine_shim.pool.prefix import hash_prefix_blocks
 from engine_shim.reference.consumers import transfer_cost
 from engine_shim.reference.elastic import ElasticPages, resident_bytes
 from engine_shim.reference.engine import Engine
 from engine_shim.reference.geometry import named_geometry
 from engine_shim.reference.kv_cache import KVCache
 from engine_shim.reference.sequence import Sequence, sequence_of
-from engine_shim.tail_plan import plan_tail
 from engine_shim.workload import TraceRequest
 
 EngineMaker = Callable[..., Engine]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine_shim.compaction_run import RunSettings
-from engine_shim.control_mailbox import ControlTicket
-from engine_shim.control_messages import (
+from engine_shim.compaction.run import RunSettings
+from engine_shim.control.mailbox import ControlTicket
+from engine_shim.control.messages import (
     CompactRequest,
     ControlReply,
     ControlRequest,
@@ -24,7 +24,7 @@ from engine_shim.control_messages import (
     SwitchReply,
     encode_reply,
 )
-from engine_shim.control_peer import Peer
+from engine_shim.control.peer import Peer
 from engine_shim.reference.engine import Engine
 from engine_shim.reference.sequence import sequence_of
 from engine_shim.workload import TraceRequest

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agent.demo_figures import suggest_blocks
-from engine_shim.block_pool import BlockPool
+from agent.demo.figures import suggest_blocks
+from engine_shim.pool.block_pool import BlockPool
 from engine_shim.reference.build import EngineSettings, arrivals
 from engine_shim.reference.clock import VirtualClock
 from engine_shim.reference.content import PatternContent

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_shim import MapObserver, MapReader, MapSpec
-from engine_shim.compaction import MovePlan
-from engine_shim.compaction_report import CompactionReport, Outcome
-from engine_shim.compaction_run import CompactionRun, Phase, RunSettings
+from engine_shim.compaction.mover import MoveSwitch
+from engine_shim.compaction.planning import MovePlan
+from engine_shim.compaction.report import CompactionReport, Outcome
+from engine_shim.compaction.run import CompactionRun, Phase, RunSettings
 from engine_shim.errors import ControlRefused, PoolError
 from engine_shim.layout import BlockState
-from engine_shim.mover import MoveSwitch
-from engine_shim.policies import POLICIES
-from engine_shim.prefix import hash_prefix_blocks
+from engine_shim.pool.policies import POLICIES
+from engine_shim.pool.prefix import hash_prefix_blocks
 from engine_shim.reference.block_copy import BlockCopier
 from engine_shim.reference.block_tables import BlockTables
 from engine_shim.reference.build import EngineSettings, build_engine
@@ -162,7 +162,7 @@ def leave_a_table_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(BlockTables, "rename", rename)
     # The audit after each commit would stop it at once; here the contents alone must show it.
-    monkeypatch.setattr("engine_shim.compaction_run.audit", lambda before, after, found: "")
+    monkeypatch.setattr("engine_shim.compaction.run.audit", lambda before, after, found: "")
 
 
 @pytest.mark.parametrize("spoil", [leave_a_copy_out, leave_a_table_as_it_is])
@@ -544,8 +544,8 @@ def no_report(self: CompactionRun) -> CompactionReport:
     ("where", "what", "how", "reason"),
     [
         ("threading.Thread", "start", no_thread, "no thread could be started to plan on"),
-        ("engine_shim.compaction_run", "plan_moves", no_measure, "enough"),
-        ("engine_shim.compaction_run.CompactionRun", "report", no_report, "ValueError: no report"),
+        ("engine_shim.compaction.run", "plan_moves", no_measure, "enough"),
+        ("engine_shim.compaction.run.CompactionRun", "report", no_report, "ValueError: no report"),
     ],
 )
 @pytest.mark.parametrize("plan_here", [0, 50_000])

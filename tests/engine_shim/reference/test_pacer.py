@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine_shim.block_pool import BlockPool
+from engine_shim.pool.block_pool import BlockPool
 from engine_shim.reference.geometry import named_geometry
 from engine_shim.reference.kv_cache import KVCache
 from engine_shim.reference.pacer import Pacer

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import KvatlasError, MapSpaceError, SettingsError
 from engine_shim.layout import BlockState
-from engine_shim.map_reader import MapReader
 from engine_shim.reference import __main__ as command
 
 TINY = ["--model-geometry", "test-tiny", "--device", "cpu", "--blocks", "600", "--transfer-every", "1"]

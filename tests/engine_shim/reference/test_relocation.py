@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_shim.block_pool import BlockPool
+from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import SettingsError
-from engine_shim.map_observer import MapObserver
-from engine_shim.map_reader import MapReader
-from engine_shim.prefix import PrefixIndex
+from engine_shim.pool.block_pool import BlockPool
+from engine_shim.pool.prefix import PrefixIndex
 from engine_shim.reference.build import EngineSettings, arrivals, build_engine
 from engine_shim.reference.clock import VirtualClock
 from engine_shim.reference.content import PatternContent

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from agent.demo import LEAST_KV_MIB, TRANSFER_BYTES_PER_SECOND, TRANSFER_EVERY
-from agent.demo_figures import suggest_blocks
-from engine_shim.block_pool import BlockPool
+from agent.demo.figures import suggest_blocks
+from agent.demo.run import LEAST_KV_MIB, TRANSFER_BYTES_PER_SECOND, TRANSFER_EVERY
+from engine_shim.pool.block_pool import BlockPool
 from engine_shim.reference.build import EngineSettings, arrivals
 from engine_shim.reference.content import PatternContent
 from engine_shim.reference.engine import Engine, Pace

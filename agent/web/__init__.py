@@ -1,0 +1,1 @@
+"""The HTTP side of the agent: routes, who may change something, and how samples look on the wire."""

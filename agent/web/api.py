@@ -1,0 +1,219 @@
+"""The agent's HTTP API: reads of the latest view, in one shape of success and one of error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi.responses import HTMLResponse
+
+from agent import wire
+from agent.compaction.driver import CompactionDriver
+from agent.exporter import CONTENT_TYPE, Exporter
+from agent.history import MAX_POINTS, METRICS, History
+from agent.log import EventLog
+from agent.sampling.model import AgentView, Clock, PoolSample
+from agent.web import presenter
+from agent.web.cells import map_cells
+from agent.web.compaction_routes import add_compaction
+from agent.web.docs_page import render_docs
+from agent.web.errors import ApiError, add_error_handlers, json_response
+from agent.web.security import WriteGuard
+
+MAX_CELLS = 4096
+MAX_BLOCKS_PER_PAGE = 4096
+MAX_REQUESTS_PER_PAGE = 4096
+DEFAULT_HISTORY_SECONDS = 600.0
+DEFAULT_POINTS = 600
+MAX_NAMED_POOLS = 8  # in an error
+
+PoolId = Annotated[str, Path(description="id of a pool, or of an engine with one", max_length=512)]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """What the API serves from; the clock is the one that the samples were taken with."""
+
+    view: Callable[[], AgentView]
+    exporter: Exporter
+    history: History
+    guard: WriteGuard
+    compaction: CompactionDriver
+    version: str
+    interval_seconds: float
+    threshold: float
+    started_unix: float
+    clock: Clock = field(default_factory=Clock)
+
+
+def create_app(context: ApiContext) -> FastAPI:
+    """A new application; any number may live in one process."""
+    app = FastAPI(
+        title="KVAtlas agent",
+        version=context.version,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        # Named as a range, so that FastAPI's own 422, which is never sent, is not documented.
+        responses={"4XX": {"model": wire.ErrorBody}, "5XX": {"model": wire.ErrorBody}},
+    )
+    add_error_handlers(app)
+    _add_probes(app, context)
+    _add_engines(app, context)
+    may_change = require_writer(context)
+    add_compaction(app, context.compaction, lambda id: _sample(context, id), may_change, context.guard)
+    return app
+
+
+def require_writer(context: ApiContext) -> Callable[[Request], Awaitable[None]]:
+    """A dependency for routes that change something: raises 401 or 403 unless the guard lets the request pass."""
+
+    async def check(request: Request) -> None:
+        peer = request.client.host if request.client else None
+        headers = request.headers
+        access = context.guard.check(headers.get("authorization"), peer, headers.get("origin"))
+        if not access.allowed:
+            status = 403 if context.guard.token is None else 401
+            raise ApiError(status, "forbidden" if status == 403 else "unauthorized", access.message, access.action)
+
+    return check
+
+
+def _add_probes(app: FastAPI, context: ApiContext) -> None:
+    started = context.clock.monotonic()
+
+    @app.head("/metrics", include_in_schema=False)
+    @app.get("/metrics", tags=["metrics"], response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus text format 0.0.4."""
+        return Response(context.exporter.render(), media_type=CONTENT_TYPE)
+
+    @app.head("/healthz", include_in_schema=False)
+    @app.get("/healthz", tags=["probes"])
+    async def healthz() -> Response:
+        """200 while the sampler ticks: 503 says that this process should be started anew."""
+        view = context.view()
+        age = context.clock.monotonic() - (started if view.taken_monotonic is None else view.taken_monotonic)
+        limit = max(10.0, 10 * context.interval_seconds)
+        if age > limit:
+            raise ApiError(503, "unavailable", f"no sample for {age:.0f} s", "look at the agent's log and restart it")
+        return _plain("ok")
+
+    @app.head("/readyz", include_in_schema=False)
+    @app.get("/readyz", tags=["probes"])
+    async def readyz() -> Response:
+        """200 once the folders were looked through."""
+        if context.view().generation == 0:
+            raise ApiError(503, "unavailable", "the first sample is not taken yet", "ask again in a second")
+        return _plain("ready")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(render_docs(app.openapi()))
+
+
+def _sample(context: ApiContext, id: str) -> PoolSample:
+    """The pool of that id, or the only one of the engine of that id."""
+    samples = context.view().samples
+    if (found := samples.get(id)) is not None:
+        return found
+    pools = [one for one in samples.values() if one.identity.engine_id == id]
+    if len(pools) == 1:
+        return pools[0]
+    if pools:
+        names = ", ".join(one.id for one in pools[:MAX_NAMED_POOLS])
+        raise ApiError(404, "not_found", f"engine {id!r} has {len(pools)} pools", f"ask for one of them: {names}")
+    names = f", as {', '.join(list(samples)[:MAX_NAMED_POOLS])}" if samples else ""
+    raise ApiError(404, "not_found", f"no pool {id!r}", f"GET /v1/engines lists the pools that are known{names}")
+
+
+def _add_engines(app: FastAPI, context: ApiContext) -> None:
+    log = EventLog(logging.getLogger("kvatlas.api"))
+
+    def sample(id: str) -> PoolSample:
+        return _sample(context, id)
+
+    @app.get("/v1/engines", response_model=wire.EngineList, tags=["engines"])
+    async def engines() -> Response:
+        """Every pool, and the agent itself."""
+        view, now = context.view(), context.clock.wall()
+        summaries, unfit = [], []
+        for one in view.samples.values():
+            try:
+                summaries.append(presenter.summarize(one, now))
+            except ValueError as error:  # a number that no map should hold: of this pool, not of the others
+                log.on_change("pool left out", one.id, str(error), level=logging.ERROR)
+                unfit.append(f"{one.id}: its numbers cannot be told; see the agent's log")
+        status = wire.AgentStatus(
+            version=context.version,
+            started_unix=context.started_unix,
+            interval_seconds=context.interval_seconds,
+            threshold=context.threshold,
+            folders=list(view.folders),
+            unreadable=[*view.unreadable, *unfit],
+            writes_enabled=context.guard.enabled,
+        )
+        return json_response(wire.EngineList(now_unix=now, agent=status, engines=summaries))
+
+    @app.get("/v1/engines/{id}", response_model=wire.EngineSummary, tags=["engines"])
+    async def engine(id: PoolId) -> Response:
+        """One pool."""
+        return json_response(presenter.summarize(sample(id), context.clock.wall()))
+
+    @app.get("/v1/engines/{id}/map", response_model=wire.MapCells, tags=["engines"])
+    async def cells(id: PoolId, cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS) -> Response:
+        """The heatmap: the pool in at most `cells` cells of consecutive blocks."""
+        return json_response(map_cells(sample(id), cells, context.clock.wall()))
+
+    @app.get("/v1/engines/{id}/blocks", response_model=wire.BlockPage, tags=["engines"])
+    async def blocks(
+        id: PoolId,
+        start: Annotated[int, Query(ge=0)] = 0,
+        count: Annotated[int, Query(ge=1, le=MAX_BLOCKS_PER_PAGE)] = 256,
+    ) -> Response:
+        """Single blocks with every column that the writer keeps."""
+        found = sample(id)
+        total = found.snapshot.states.size
+        if start >= total:
+            raise ApiError(400, "bad_request", f"start={start} in a pool of {total} blocks", f"use 0 to {total - 1}")
+        return json_response(presenter.block_page(found, start, count, context.clock.wall()))
+
+    @app.get("/v1/engines/{id}/requests", response_model=wire.RequestPage, tags=["engines"])
+    async def requests(id: PoolId, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS_PER_PAGE)] = 256) -> Response:
+        """Live sequences, those with most blocks first."""
+        return json_response(presenter.request_page(sample(id), limit, context.clock.wall()))
+
+    @app.get("/v1/engines/{id}/history", response_model=wire.History, tags=["engines"])
+    async def history(
+        id: PoolId,
+        metric: Annotated[str, Query(description=", ".join(METRICS))],
+        start: Annotated[float | None, Query(alias="from", description="Unix seconds; ten minutes before `to`")] = None,
+        end: Annotated[float | None, Query(alias="to", description="Unix seconds; now")] = None,
+        step: Annotated[float | None, Query(description="seconds; 600 points by default")] = None,
+    ) -> Response:
+        """One metric over time in buckets of `step` seconds."""
+        id = sample(id).id
+        end = context.clock.wall() if end is None else end
+        start = end - DEFAULT_HISTORY_SECONDS if start is None else start
+        step = max(context.interval_seconds, (end - start) / DEFAULT_POINTS) if step is None else step
+        try:
+            buckets = context.history.query(id, metric, start, end, step)
+        except KeyError:
+            buckets = []
+        except ValueError as error:
+            action = f"give Unix seconds, and a step for at most {MAX_POINTS} points"
+            if metric not in METRICS:
+                action = f"metric is one of {', '.join(METRICS)}"
+            raise ApiError(400, "bad_request", str(error), action) from error
+        points = [
+            wire.HistoryPoint(time_unix=one.start_unix, minimum=one.minimum, mean=one.mean, maximum=one.maximum)
+            for one in buckets
+        ]
+        return json_response(wire.History(id=id, metric=metric, step_seconds=step, points=points))
+
+
+def _plain(text: str) -> Response:
+    return Response(text + "\n", media_type="text/plain")
