@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final
 
 UNRECORDED: Final = 0
+NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Severity(StrEnum):
@@ -83,16 +85,3 @@ class Change:
     alert: Alert
     at: float  # Unix seconds
     reason: str = ""  # of a resolve: why it is over, as "back at 18 %, at most 20 %" or "the rule was removed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mute:
-    """Says nothing of one rule, one engine, or one rule on one engine, until it expires. Times are Unix seconds."""
-
-    id: str
-    rule: str | None = None  # None: every rule
-    engine: str | None = None  # the engine's id; None: every engine
-    author: str
-    reason: str = ""
-    created_at: float
-    expires_at: float
