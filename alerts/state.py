@@ -33,7 +33,7 @@ class AlertState:
     held: str = ""  # why its number is unknown now; "" while it is known
     told: Severity | None = None  # the severity that was told; None while nobody was told of this firing
     true_seconds: float = 0.0  # for how long the threshold has been crossed: the rule's `for`
-    clear_seconds: float = 0.0  # for how long it has not been any more: `keep_firing_for`
+    clear_seconds: float | None = None  # for how long it has not been any more: `keep_firing_for`; None: it still is
     quiet_seconds: float = 0.0  # since it was told last: the repeat interval
     absent_seconds: float = 0.0  # for how long there has been no reading of its source at all
 
