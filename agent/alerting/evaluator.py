@@ -1,0 +1,151 @@
+"""Judges each view by the rules, on a thread of its own: the sampler waits for neither the disk nor a receiver."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+from agent.alerting.feed import PoolFeed
+from agent.alerting.own import OwnFeed
+from agent.log import EventLog
+from agent.sampling.model import EMPTY_VIEW, AgentView, Clock
+from alerts.lifecycle import Lifecycle, LifecycleSettings, Step
+from alerts.model import Change, ChangeKind, Phase
+from alerts.mutes import Mute
+from alerts.rules import Rule
+from alerts.state import AlertState, StateUnreadable
+
+KEPT_RESOLVED = 100
+KEEP_SECONDS = 60.0  # how often durations of open alerts are written down, besides what must not be lost
+OVERDUE_INTERVALS = 3.0  # without a sample for so long, pools are not known any more
+LEAST_OVERDUE_SECONDS = 3.0
+
+
+class Keeper(Protocol):
+    """Where states and changes are kept; see alerts.store."""
+
+    def load_states(self) -> Mapping[str, str]: ...
+
+    def commit(self, states_changed: Mapping[str, str | None], changes: Sequence[Change]) -> Sequence[Change]: ...
+
+    def mutes(self) -> Sequence[Mute]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AlertsStanding:
+    """Every open alert, and those that were over last, newest first."""
+
+    open: tuple[AlertState, ...] = ()
+    resolved: tuple[Change, ...] = ()
+
+
+class Evaluator:
+    """`notice` may come from any thread; `run` is one thread's, or `tick` is called instead."""
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        keeper: Keeper,
+        pools: PoolFeed,
+        own: OwnFeed,
+        *,
+        settings: LifecycleSettings | None = None,
+        clock: Clock | None = None,
+        log: EventLog | None = None,
+    ) -> None:
+        self._keeper, self._pools, self._own = keeper, pools, own
+        self._clock = clock or Clock()
+        self._log = log or EventLog(logging.getLogger("kvatlas.alerting"))
+        overdue = max(OVERDUE_INTERVALS * own.interval_seconds, LEAST_OVERDUE_SECONDS)
+        settings = replace(settings or LifecycleSettings(), most_elapsed_seconds=overdue)
+        self._overdue_seconds = overdue
+        self._lifecycle = Lifecycle(rules, self._load(), settings=settings)
+        self._evaluated: float | None = None  # monotonic
+        self._kept = self._clock.monotonic()
+        self._resolved: deque[Change] = deque(maxlen=KEPT_RESOLVED)
+        self._standing = AlertsStanding(tuple(self._lifecycle.states.values()))
+        self._view = EMPTY_VIEW
+        self._news = threading.Event()
+        self._stopping = False
+
+    @property
+    def standing(self) -> AlertsStanding:
+        """As of the last evaluation."""
+        return self._standing
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return self._lifecycle.rules
+
+    def notice(self, view: AgentView) -> None:
+        """There are new samples; returns at once."""
+        self._view = view
+        self._news.set()
+
+    def run(self) -> None:
+        """Evaluate after each new view, and now and then where none comes, until `stop`."""
+        while True:
+            self._news.wait(self._overdue_seconds)
+            self._news.clear()
+            if self._stopping:
+                return
+            try:
+                self.tick(self._view)
+                self._log.on_change("alerting", "tick", "ok", quiet_first="ok")
+            except Exception as error:  # noqa: BLE001 - the thread must outlive a fault of ours: no alert is worse
+                self._log.on_change("alerting", "tick", f"{type(error).__name__}: {error}", level=logging.ERROR)
+
+    def stop(self) -> None:
+        """End `run` soon."""
+        self._stopping = True
+        self._news.set()
+
+    def tick(self, view: AgentView) -> Step:
+        """Evaluate once, and keep what came of it."""
+        if view.generation == 0:
+            return Step((), self._lifecycle.states, frozenset())  # no sample yet: nothing is absent either
+        now = self._clock.monotonic()
+        fresh = self._own.late_seconds(view, now) < self._overdue_seconds
+        elapsed = 0.0 if self._evaluated is None else now - self._evaluated
+        readings = [self._own.reading(view, now), *self._pools.readings(view, now, fresh=fresh)]
+        step = self._lifecycle.evaluate(
+            readings, self._clock.wall(), elapsed_seconds=elapsed, mutes=self._keeper.mutes()
+        )
+        self._evaluated = now
+        before, self._lifecycle = self._lifecycle, self._lifecycle.after(step)
+        keep = set(step.touched)
+        if now - self._kept >= KEEP_SECONDS:
+            keep |= step.states.keys()
+            self._kept = now
+        texts = {id: step.states[id].to_json() if id in step.states else None for id in sorted(keep)}
+        try:
+            self._keeper.commit(texts, step.changes)
+        except BaseException:
+            self._lifecycle = before  # it was not kept, so it has not happened: the next evaluation finds it again
+            raise
+        self._resolved.extendleft(one for one in step.changes if one.kind is ChangeKind.RESOLVED)
+        self._standing = AlertsStanding(tuple(step.states.values()), tuple(self._resolved))
+        return step
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """Open alerts by severity and state: pending, firing or muted."""
+        counts: dict[tuple[str, str], int] = {}
+        for one in self._standing.open:
+            muted = one.phase is Phase.FIRING and one.told is None
+            key = (one.alert.severity.value, "muted" if muted else one.phase.value)
+            counts[key] = counts.get(key, 0) + 1
+        return MappingProxyType(counts)
+
+    def _load(self) -> dict[str, AlertState]:
+        states = {}
+        for id, text in self._keeper.load_states().items():
+            try:
+                states[id] = AlertState.from_json(text)
+            except StateUnreadable as error:
+                self._log.event("an open alert was forgotten", level=logging.WARNING, id=id, reason=str(error))
+        return states

@@ -1,0 +1,84 @@
+"""Readings of the agent itself: whether it samples in time, and whether what it has to say comes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agent.alerting.windows import Window
+from agent.sampling.model import AgentView
+from alerts.readings import Reading
+
+SOURCE = "agent"
+LOST_SECONDS = 60.0
+MAX_NAMED = 3  # unreadable maps in a text
+MAX_NAMED_LENGTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class SinkHealth:
+    """How one receiver of messages stands, by a monotonic clock."""
+
+    name: str
+    failing_since: float | None  # since when nothing has come through; None while all does
+    lost: int  # messages given up for good, ever
+
+
+@dataclass(slots=True)
+class OwnFeed:
+    """One thread's."""
+
+    name: str  # of this agent, for people
+    interval_seconds: float
+    sinks: Callable[[], Sequence[SinkHealth]]
+    link: str | None = None
+    _lost: Window = field(default_factory=lambda: Window(LOST_SECONDS))
+    _before: tuple[int, float] | None = None  # generation and time of the view before
+    _gap: float = 0.0
+
+    def reading(self, view: AgentView, now: float) -> Reading:
+        """`view` is the latest; where the sampler hangs, it is an old one."""
+        sinks = self.sinks()
+        numbers: dict[str, float | None] = {
+            "agent_sample_late_seconds": self._late(view, now),
+            "agent_unreadable_maps": float(len(view.unreadable)),
+            "agent_notifications_failing_seconds": max((_failing(one, now) for one in sinks), default=0.0),
+        }
+        lost = {one.name: one.lost for one in sinks}
+        if (gain := self._lost.take(now, 0, lost, None)) is not None:
+            numbers["agent_notifications_lost_per_minute"] = sum(map(gain.per_minute, lost))
+        return Reading(
+            source=SOURCE,
+            labels={"agent": self.name},
+            numbers=numbers,
+            texts={
+                "sink": _worst(sinks, gain.counters if gain is not None else {}, now),
+                "unreadable": "; ".join(line[:MAX_NAMED_LENGTH] for line in view.unreadable[:MAX_NAMED]) or "none",
+            },
+            link=self.link,
+        )
+
+    def late_seconds(self, view: AgentView, now: float) -> float:
+        """By how much the next sample is late by now."""
+        return 0.0 if view.taken_monotonic is None else max(0.0, now - view.taken_monotonic - self.interval_seconds)
+
+    def _late(self, view: AgentView, now: float) -> float:
+        taken = view.taken_monotonic
+        if taken is None:
+            return 0.0
+        if self._before is None or self._before[0] != view.generation:
+            if self._before is not None:
+                skipped = max(1, view.generation - self._before[0])  # views that came while this thread was at another
+                self._gap = (taken - self._before[1]) / skipped - self.interval_seconds
+            self._before = (view.generation, taken)
+        return max(0.0, self._gap, now - taken - self.interval_seconds)
+
+
+def _failing(sink: SinkHealth, now: float) -> float:
+    return 0.0 if sink.failing_since is None else max(0.0, now - sink.failing_since)
+
+
+def _worst(sinks: Sequence[SinkHealth], lost: Mapping[str, int], now: float) -> str:
+    """The receiver that gives most trouble."""
+    worst = max(sinks, key=lambda one: (lost.get(one.name, 0), _failing(one, now)), default=None)
+    return worst.name if worst is not None else "none"
