@@ -1,0 +1,93 @@
+"""Joins devices, maps and processes: which engine is on which device, and whose its memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from agent.devices.accounting import EngineClaim, OtherClaim, attribute, find_uuid
+from agent.devices.model import DeviceSample, DeviceView, EngineHere
+from agent.devices.processes import LocalProcess, ProcessTable
+from agent.sampling.model import AgentView, rank_name
+
+
+def engines_of(view: AgentView) -> tuple[EngineHere, ...]:
+    """The processes that hold pools now; pools of one process are one. Those that ended hold nothing any more."""
+    found: dict[tuple[str, str, int, int], EngineHere] = {}
+    for sample in view.samples.values():
+        if sample.state == "gone":
+            continue
+        identity = sample.identity
+        key = (identity.engine_id, rank_name(identity), identity.pid, identity.pid_start_ticks)
+        size = 0 if sample.snapshot.flags.sleeping else identity.total_blocks * identity.block_bytes
+        engine = found.get(key) or EngineHere(*key, identity.gpu_uuids, identity.medium, 0)
+        found[key] = replace(
+            engine,
+            pool_bytes=engine.pool_bytes + size,
+            gpu_uuids=tuple(dict.fromkeys((*engine.gpu_uuids, *identity.gpu_uuids))),
+        )
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """One round's: all devices, all engines, and those of them whose process is visible here."""
+
+    devices: Sequence[DeviceSample]
+    engines: Sequence[EngineHere]
+    here: Sequence[tuple[EngineHere, LocalProcess]]
+    table: ProcessTable
+
+    def views(self) -> tuple[DeviceView, ...]:
+        """Every device with its memory attributed."""
+        return tuple(self._view(device) for device in self.devices)
+
+    def _view(self, device: DeviceSample) -> DeviceView:
+        slices = []
+        shown: set[int] = set()  # GPU instances whose memory stands in rows already
+        for one in device.slices:
+            if one.gpu_instance is not None and one.gpu_instance in shown:
+                slices.append(DeviceView(one, None, ()))
+                continue
+            if one.gpu_instance is not None and one.memory is not None:
+                shown.add(one.gpu_instance)
+            slices.append(self._view(one))
+        named = self._named(device)
+        if device.memory is None or any(one.attribution for one in slices):
+            return DeviceView(device, None, tuple(sorted({one.engine_id for one in named})), tuple(slices))
+        claims, others = self._claims(device, named)
+        return DeviceView(
+            device,
+            attribute(device.memory, claims, others),
+            tuple(sorted({claim.engine.engine_id for claim in claims})),
+            tuple(slices),
+        )
+
+    def _named(self, device: DeviceSample) -> list[EngineHere]:
+        """Engines whose map names this device."""
+        known = [one.uuid for parent in self.devices for one in (parent, *parent.slices) if one.uuid]
+        return [
+            engine
+            for engine in self.engines
+            if engine.medium != "cpu"
+            and device.uuid is not None
+            and any(find_uuid(uuid, known) == device.uuid for uuid in engine.gpu_uuids)
+        ]
+
+    def _claims(self, device: DeviceSample, named: Sequence[EngineHere]) -> tuple[list[EngineClaim], OtherClaim]:
+        """Each process to the engine whose it is, by pid and start time; the rest to others, seen or unseen."""
+        held: dict[EngineHere, int | None] = {}
+        known = unseen_bytes = unseen = 0
+        pids_are_ours = self.table.sees_all
+        for process in device.processes or ():
+            owner, size = self.table.owner(process.pid, self.here), process.used_bytes
+            if owner is not None and owner.medium != "cpu":
+                held[owner] = held.get(owner) if size is None else (held.get(owner) or 0) + size
+            elif pids_are_ours:
+                known += size or 0
+            else:
+                # It may be of another namespace even where some process has that pid here.
+                unseen, unseen_bytes = unseen + 1, unseen_bytes + (size or 0)
+        # An engine whose map names no device is on those where its process is.
+        engines = [*named, *(engine for engine in held if engine not in named)]
+        return [EngineClaim(engine, held.get(engine)) for engine in engines], OtherClaim(known, unseen_bytes, unseen)
