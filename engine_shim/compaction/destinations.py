@@ -15,6 +15,8 @@ from engine_shim.layout import BlockState
 from engine_shim.runs import find_runs
 
 _POSITION_BITS = 32
+# Fibonacci hashing (Knuth, TAOCP 6.4), which keeps keys that follow each other apart; odd, as are its powers.
+_SPREAD = np.array([0x9E3779B97F4A7C15], np.uint64)  # an array: the product of two scalars would warn that it wraps
 
 
 def choose_destinations(
@@ -96,13 +98,16 @@ def _chains(
     owner = owners[sources].astype(np.uint64)
     if positions is None:
         # Addresses stand in for positions: an owner's blocks, however far apart, in the order in which they lie.
-        order = np.argsort(owner << np.uint64(_POSITION_BITS) | np.arange(sources.size, dtype=np.uint64))
-        keys = owner[order] << np.uint64(_POSITION_BITS)
+        order = _stable_order(owner)
+        keys = owner.take(order) << np.uint64(_POSITION_BITS)
         follows = (keys[1:] == keys[:-1]) & (keys[1:] != 0)
     else:
-        keys = owner << np.uint64(_POSITION_BITS) | positions[sources].astype(np.uint64)
-        order = np.argsort(keys)
-        keys = keys[order]
+        position = positions[sources].astype(np.uint64)
+        keys = owner << np.uint64(_POSITION_BITS) | position
+        bits = int(position.max()).bit_length()
+        fits = int(owner.max()).bit_length() + bits <= 64
+        order = _stable_order(owner << np.uint64(bits) | position if fits else keys)
+        keys = keys.take(order)
         follows = (keys[1:] - keys[:-1] == 1) & (keys[:-1] >> np.uint64(_POSITION_BITS) != 0)
     return order, keys, np.concatenate(([0], np.flatnonzero(~follows) + 1))
 
@@ -131,19 +136,17 @@ def _place_beside_neighbours(
         inside &= ~((beside >= window_start) & (beside < window_start + window_length))
         holes = np.flatnonzero(inside)
         blocks = beside[holes]
-        live = ((states[blocks] == BlockState.USED) | (states[blocks] == BlockState.PINNED)) & (owners[blocks] != 0)
-        holes, blocks = holes[live], blocks[live]
-        wanted = owners[blocks].astype(np.uint64) << np.uint64(_POSITION_BITS)
+        state, owner = states.take(blocks), owners.take(blocks)
+        live = np.flatnonzero(((state == BlockState.USED) | (state == BlockState.PINNED)) & (owner != 0))
+        holes = holes.take(live)
+        wanted = owner.take(live).astype(np.uint64) << np.uint64(_POSITION_BITS)
         if positions is not None:
-            wanted |= positions[blocks].astype(np.uint64)
+            wanted |= positions.take(blocks.take(live)).astype(np.uint64)
             wanted += np.uint64(1) if before else np.uint64(2**64 - 1)
         ends = keys[first if before else first + length - 1]
-        hit = _may_be_among(wanted, ends)  # nothing is, where no chain is left
-        holes, wanted = holes[hit], wanted[hit]
-        matches = np.minimum(np.searchsorted(ends, wanted), ends.size - 1)
-        hit = ends[matches] == wanted
+        found, matches = _join(wanted, ends)
         hole_of = np.full(ends.size, -1)
-        hole_of[matches[hit]] = holes[hit]  # one hole a chain, where columns that contradict name several
+        hole_of[matches] = holes.take(found)  # one hole a chain, where columns that contradict name several
         chains = np.flatnonzero(hole_of >= 0)
         holes = hole_of[chains]
         taken = np.minimum(length[chains], lengths[holes])
@@ -155,8 +158,8 @@ def _place_beside_neighbours(
             placing.put(first[chains] + length[chains] - taken, starts[holes] + lengths[holes] - taken, taken)
         lengths = _added(lengths, holes, -taken)
         length = _added(length, chains, -taken)
-        left = length > 0
-        first, length = first[left], length[left]
+        left = np.flatnonzero(length > 0)
+        first, length = first.take(left), length.take(left)
         if positions is None:
             break  # without positions an owner's blocks have no before and after
     kept = lengths > 0
@@ -199,7 +202,8 @@ class _Placing:
 
     def put(self, first: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Chain pieces that begin at `first` go to the blocks from `starts` on."""
-        self.destinations[_expand(first, lengths)] = _expand(starts, lengths)
+        places = _expand(first, lengths)
+        self.destinations[places] = places + np.repeat(starts - first, lengths)
 
 
 class _Holes:
@@ -276,14 +280,52 @@ def _expand(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
     return blocks
 
 
-def _may_be_among(keys: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """False for keys that are certainly not among the others: most of them, at a tenth of the cost of a search."""
-    bits = 20
-    spread, shift = np.uint64(0x9E3779B97F4A7C15), np.uint64(64 - bits)  # Fibonacci hashing (Knuth, TAOCP 6.4)
-    table = np.zeros(1 << bits, np.bool_)
-    table[others * spread >> shift] = True
-    among: NDArray[np.bool_] = table[keys * spread >> shift]
-    return among
+def _stable_order(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Places in the order of their keys. With the place in the key's low bits, where both fit, a plain sort will do."""
+    bits = keys.size.bit_length()
+    if int(keys.max()).bit_length() + bits > 64:
+        return np.argsort(keys, kind="stable")
+    packed = np.sort(keys << np.uint64(bits) | np.arange(keys.size, dtype=np.uint64))
+    packed &= np.uint64((1 << bits) - 1)
+    return packed.view(np.int64)
+
+
+def _join(wanted: NDArray[np.uint64], keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
+    """Which of `wanted` are among `keys`, and which key each is: places in both.
+
+    By tables of hashes, since a search of hundreds of thousands in as many waits for memory at each step: the keys that
+    one table has no room for go to the next. Where a key is there twice, one of the two is found.
+    """
+    if not wanted.size or not keys.size:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    found: list[NDArray[np.int64]] = []
+    matches: list[NDArray[np.integer]] = []
+    rest: NDArray[np.int64] | None = None  # None: all of them
+    left: NDArray[np.int64] | None = None
+    asked, there = wanted, keys
+    multiplier = _SPREAD
+    while True:  # at least one key finds room each time
+        bits = max(16, (4 * there.size).bit_length())
+        shift = np.uint64(64 - bits)
+        slots = (there * multiplier >> shift).view(np.int64)
+        number = np.arange(there.size, dtype=np.int32)
+        table = np.zeros(1 << bits, np.int32)
+        table[slots] = number
+        candidate = table.take((asked * multiplier >> shift).view(np.int64))
+        equal = there.take(candidate) == asked
+        hit = np.flatnonzero(equal)
+        match = candidate.take(hit)
+        found.append(hit if rest is None else rest.take(hit))
+        matches.append(match if left is None else left.take(match))
+        winner = table.take(slots)
+        without = np.flatnonzero(winner != number)
+        without = without.take(np.flatnonzero(there.take(winner.take(without)) != there.take(without)))
+        missed = np.flatnonzero(~equal)
+        if not without.size or not missed.size:
+            return np.concatenate(found), np.concatenate(matches)
+        left, there = without if left is None else left.take(without), there.take(without)
+        rest, asked = missed if rest is None else rest.take(missed), asked.take(missed)
+        multiplier = multiplier * _SPREAD
 
 
 def _added(values: NDArray[np.int64], where: NDArray[np.int64], amounts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -263,13 +263,20 @@ def _prefix_sums(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
 def _count_sequence_runs(
     owners: NDArray[np.integer], positions: NDArray[np.integer] | None, states: NDArray[np.uint8]
 ) -> int:
-    owned = ((states == BlockState.USED) | (states == BlockState.PINNED)) & (owners != 0)
-    joined = owned[1:] & owned[:-1] & (owners[1:] == owners[:-1])
-    blocks = int(np.count_nonzero(owned))
-    if positions is None:
-        return blocks - int(np.count_nonzero(joined))
-    joined &= positions[1:] - positions[:-1] == 1
-    return blocks - int(np.count_nonzero(joined))
+    return _runs_of(_owned(owners, states), owners, positions)
+
+
+def _owned(owners: NDArray[np.integer], states: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    owned: NDArray[np.bool_] = ((states == BlockState.USED) | (states == BlockState.PINNED)) & (owners != 0)
+    return owned
+
+
+def _runs_of(owned: NDArray[np.bool_], owners: NDArray[np.integer], positions: NDArray[np.integer] | None) -> int:
+    joined = owned[1:] & owned[:-1]
+    joined &= owners[1:] == owners[:-1]
+    if positions is not None:
+        joined &= positions[1:] - positions[:-1] == 1
+    return int(np.count_nonzero(owned)) - int(np.count_nonzero(joined))
 
 
 def _runs_after(
@@ -279,15 +286,16 @@ def _runs_after(
     sources: NDArray[np.int64],
     destinations: NDArray[np.int64],
 ) -> int:
-    moved_states, moved_owners = states.copy(), owners.copy()
-    moved_states[sources] = BlockState.FREE
-    moved_states[destinations] = BlockState.USED
-    moved_owners[destinations] = owners[sources]
-    moved_positions = None
+    owned = _owned(owners, states)
+    moved_owners, moved_positions = owners.copy(), positions
+    owner = owners.take(sources)
+    owned[sources] = False
+    owned[destinations] = owner != 0
+    moved_owners[destinations] = owner
     if positions is not None:
         moved_positions = positions.copy()
-        moved_positions[destinations] = positions[sources]
-    return _count_sequence_runs(moved_owners, moved_positions, moved_states)
+        moved_positions[destinations] = positions.take(sources)
+    return _runs_of(owned, moved_owners, moved_positions)
 
 
 def _exact_share(target: float) -> Fraction:
