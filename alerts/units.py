@@ -23,11 +23,7 @@ class Unit(StrEnum):
     FLAG = "flag"  # 1 where something is so, 0 where it is not
 
 
-_SUFFIXES = {
-    Unit.RATIO: {"%": 0.01},
-    Unit.SECONDS: _SECONDS,
-    Unit.BYTES: _BYTES,
-}
+_SUFFIXES = {Unit.SECONDS: _SECONDS, Unit.BYTES: _BYTES}
 _EXAMPLES = {Unit.RATIO: "0.3 or 30%", Unit.SECONDS: "90s, 5m or 2h", Unit.BYTES: "1048576 or 1MiB", Unit.FLAG: "0.5"}
 
 
@@ -37,9 +33,13 @@ def parse(text: str, unit: Unit) -> float | None:
     if match is None:
         return None
     suffix = match[2].strip()
-    scale = 1.0 if not suffix else _SUFFIXES.get(unit, {}).get(suffix)
-    value = None if scale is None else float(match[1]) * scale
-    return value if value is not None and math.isfinite(value) else None
+    if suffix == "%" and unit is Unit.RATIO:
+        value = float(match[1]) / 100  # multiplied by 0.01 it would not be the number that 0.95 is
+    elif not suffix or suffix in _SUFFIXES.get(unit, {}):
+        value = float(match[1]) * (_SUFFIXES[unit][suffix] if suffix else 1.0)
+    else:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def example(unit: Unit) -> str:

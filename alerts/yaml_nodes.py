@@ -53,10 +53,10 @@ def compose(text: str, file: str) -> yaml.Node | None:
     """The nodes of the one document in it; None where there is none. Raises FileInvalid where it is not YAML."""
     if len(text) > MAX_BYTES:
         raise FileInvalid([Fault(file, 1, f"{len(text):,} characters", f"write at most {MAX_BYTES:,}")])
-    loader = yaml.SafeLoader(text)
-    loader.name = file
     try:
-        node = loader.get_single_node()
+        loader = yaml.SafeLoader(text)
+        loader.name = file
+        return loader.get_single_node()
     except RecursionError:
         raise FileInvalid([Fault(file, 1, "nested too deep", "write lists of plain rules")]) from None
     except yaml.MarkedYAMLError as error:
@@ -64,13 +64,10 @@ def compose(text: str, file: str) -> yaml.Node | None:
         what = " ".join(part for part in (error.context, error.problem) if part)
         line = mark.line + 1 if mark is not None else 1
         raise FileInvalid([Fault(file, line, f"not YAML: {what}", "mend the syntax there")]) from error
-    except yaml.YAMLError as error:  # characters that YAML does not allow
-        raise FileInvalid(
-            [Fault(file, 1, f"not YAML: {error}".replace("\n", " "), "remove these characters")]
-        ) from error
-    finally:
-        loader.dispose()
-    return node
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        what = f"the character U+{error.character:04X} may not stand in YAML"
+        raise FileInvalid([Fault(file, line, what, "remove it")]) from error
 
 
 def fields_of(node: yaml.Node, allowed: Iterable[str], what: str, faults: Faults) -> dict[str, yaml.Node]:
