@@ -74,6 +74,11 @@ class PoolTap:
         if self._dropped:
             self._tell_evicted()
 
+    def lost(self, blocks: Sequence[int]) -> None:
+        """As `settle`, and these lost their hashes on some other way than the pool's table of hashes."""
+        self._dropped.extend(blocks)
+        self.settle()
+
     def _watch_hashes(self) -> None:
         table = self.pool.cached_block_hash_to_block
         if self._sees_evictions and self._hooks is not None and table is not self._hash_table:
