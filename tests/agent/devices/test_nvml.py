@@ -95,7 +95,7 @@ def test_one_broken_device_leaves_the_others(
     start_reader: StartReader, driver: Path, function: str, code: int, state: str
 ) -> None:
     reader = start_reader(driver)
-    all_well = ({"count": 8}, *(gpu(index) for index in range(8)))
+    all_well: list[dict[str, object]] = [{"count": 8}, *(gpu(index) for index in range(8))]
     reader.script(*all_well)
     assert states(reader("read")) == ["ok"] * 8
     reader.script(*all_well, {function: code})
@@ -194,7 +194,7 @@ def test_a_refused_parent_is_read_by_its_slice(start_reader: StartReader, driver
 
 def test_slices_of_one_instance_share_its_memory(start_reader: StartReader, driver: Path) -> None:
     reader = start_reader(driver)
-    keys = {"gpu0.mig": 1, "gpu0.slices": 2}
+    keys: dict[str, object] = {"gpu0.mig": 1, "gpu0.slices": 2}
     for number in range(2):
         keys |= {f"gpu0.mig{number}.{key}": value for key, value in (("instance", 5), ("total", 4096), ("free", 96))}
         keys |= {f"gpu0.mig{number}.uuid": f"MIG-{number}"}
@@ -244,7 +244,7 @@ def test_a_memory_of_no_bytes_is_not_believed(start_reader: StartReader, driver:
 @pytest.mark.parametrize("function", ["nvmlInitWithFlags", "nvmlDeviceGetMemoryInfo_v2.gpu1"])
 def test_a_call_that_hangs_holds_up_nothing_else(start_reader: StartReader, driver: Path, function: str) -> None:
     reader = start_reader(driver)
-    all_well = ({"count": 2}, gpu(0), gpu(1))
+    all_well: list[dict[str, object]] = [{"count": 2}, gpu(0), gpu(1)]
     hangs_at_first = function == "nvmlInitWithFlags"
     if hangs_at_first:
         reader.script(*all_well, {function: "hang"})
