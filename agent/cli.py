@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,8 +34,7 @@ Json = Annotated[bool, typer.Option("--json", envvar="KVATLAS_JSON", help="Print
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the result is the exit status: 0 fine, 1 failed, 2 wrong usage or settings."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if given[0] in ("demo", "--help"):
-        _add_demo()
+    complete_app(*([] if given[0] == "--help" else given[:1]))
     try:
         status = app(given, prog_name="kvatlas", standalone_mode=False)
         sys.stdout.flush()  # here, where a disk that is full can still be told
@@ -66,125 +65,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _add_demo() -> None:
-    """Its options stand beside its code, which no other command should pay for."""
-    from agent.demo.run import demo
+def complete_app(*names: str) -> typer.Typer:
+    """The application with the commands of these names that stand beside their code, which no other command should
+    pay for; with all of them where none is named."""
+    if not names or "agent" in names:
+        from agent.commands.serve import agent_command
 
-    if not any(command.callback is demo for command in app.registered_commands):
-        app.command()(demo)
+        _add("agent", agent_command)
+    if not names or "demo" in names:
+        from agent.demo.run import demo
+
+        _add("demo", lambda: demo)
+    return app
 
 
-@app.command()
-def agent(
-    config: Annotated[Path | None, typer.Option(envvar="KVATLAS_CONFIG", help="Settings file, YAML or TOML.")] = None,
-    listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT to serve on (KVATLAS_LISTEN).", show_default="127.0.0.1:9477")
-    ] = None,
-    dir: Annotated[str | None, typer.Option(help="Folders with maps, by colons (KVATLAS_DIR).")] = None,
-    interval_seconds: Annotated[
-        float | None, typer.Option(help="Time between samples (KVATLAS_INTERVAL_SECONDS).", show_default="1.0")
-    ] = None,
-    history_seconds: Annotated[
-        float | None,
-        typer.Option(help="How far back the history goes (KVATLAS_HISTORY_SECONDS).", show_default="3600.0"),
-    ] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option(help="Rate above which a pool counts as fragmented (KVATLAS_THRESHOLD).", show_default="0.3"),
-    ] = None,
-    stall_seconds: Annotated[
-        float | None,
-        typer.Option(help="Requests run, no step ends: stalled (KVATLAS_STALL_SECONDS).", show_default="3.0"),
-    ] = None,
-    stale_seconds: Annotated[
-        float | None, typer.Option(help="No heartbeat: stale (KVATLAS_STALE_SECONDS).", show_default="5.0")
-    ] = None,
-    gone_seconds: Annotated[
-        float | None,
-        typer.Option(help="How long an ended engine is shown (KVATLAS_GONE_SECONDS).", show_default="300.0"),
-    ] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error (KVATLAS_LOG_LEVEL).", show_default="info")
-    ] = None,
-    token: Annotated[str | None, typer.Option(help="Seen by other users; better KVATLAS_TOKEN.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File that holds the token (KVATLAS_TOKEN_FILE).")] = None,
-    compaction: Annotated[
-        str | None,
-        typer.Option(
-            help="off, reference, all, or engine ids by commas (KVATLAS_COMPACTION).", show_default="reference"
-        ),
-    ] = None,
-    compaction_enter: Annotated[
-        float | None, typer.Option(help="Act above this rate (KVATLAS_COMPACTION_ENTER).", show_default="0.3")
-    ] = None,
-    compaction_exit: Annotated[
-        float | None, typer.Option(help="An episode ends at this rate (KVATLAS_COMPACTION_EXIT).", show_default="0.2")
-    ] = None,
-    compaction_target: Annotated[
-        float | None,
-        typer.Option(help="Rate that a run comes down to (KVATLAS_COMPACTION_TARGET).", show_default="0.1"),
-    ] = None,
-    compaction_for_seconds: Annotated[
-        float | None,
-        typer.Option(help="That an episode must last (KVATLAS_COMPACTION_FOR_SECONDS).", show_default="10.0"),
-    ] = None,
-    compaction_cooldown_seconds: Annotated[
-        float | None, typer.Option(help="Between runs (KVATLAS_COMPACTION_COOLDOWN_SECONDS).", show_default="30.0")
-    ] = None,
-    compaction_written_share: Annotated[
-        float | None,
-        typer.Option(help="Moved bytes per written KV byte (KVATLAS_COMPACTION_WRITTEN_SHARE).", show_default="0.01"),
-    ] = None,
-    compaction_relocation: Annotated[
-        bool | None, typer.Option(help="Use relocating allocation (KVATLAS_COMPACTION_RELOCATION).", show_default="on")
-    ] = None,
-    compaction_relocation_copies: Annotated[
-        float | None,
-        typer.Option(help="Copies per allocated block (KVATLAS_COMPACTION_RELOCATION_COPIES).", show_default="2.0"),
-    ] = None,
-    compaction_require_consumer: Annotated[
-        bool | None,
-        typer.Option(
-            help="Only for engines with a consumer (KVATLAS_COMPACTION_REQUIRE_CONSUMER).", show_default="off"
-        ),
-    ] = None,
-    compaction_consumers: Annotated[
-        str | None, typer.Option(help="Consumers of contiguous blocks, by commas (KVATLAS_COMPACTION_CONSUMERS).")
-    ] = None,
-    audit_log: Annotated[
-        Path | None, typer.Option(help="File for what was decided and asked for (KVATLAS_AUDIT_LOG).")
-    ] = None,
-) -> None:
-    """Run the sidecar: sample every map of this host and serve the API and /metrics."""
-    from agent.app import run_agent
-    from agent.config import load_settings
-
-    given = {
-        "listen": listen,
-        "dir": dir,
-        "interval_seconds": interval_seconds,
-        "history_seconds": history_seconds,
-        "threshold": threshold,
-        "stall_seconds": stall_seconds,
-        "stale_seconds": stale_seconds,
-        "gone_seconds": gone_seconds,
-        "log_level": log_level,
-        "token": token,
-        "token_file": token_file,
-        "compaction": compaction,
-        "compaction_enter": compaction_enter,
-        "compaction_exit": compaction_exit,
-        "compaction_target": compaction_target,
-        "compaction_for_seconds": compaction_for_seconds,
-        "compaction_cooldown_seconds": compaction_cooldown_seconds,
-        "compaction_written_share": compaction_written_share,
-        "compaction_relocation": compaction_relocation,
-        "compaction_relocation_copies": compaction_relocation_copies,
-        "compaction_require_consumer": compaction_require_consumer,
-        "compaction_consumers": compaction_consumers,
-        "audit_log": audit_log,
-    }
-    run_agent(load_settings({name: value for name, value in given.items() if value is not None}, file=config))
+def _add(name: str, make: Callable[[], Callable[..., Any]]) -> None:
+    if not any(command.name == name for command in app.registered_commands):
+        app.command(name=name)(make())
 
 
 @app.command(name="map")

@@ -7,11 +7,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from agent.alerting.settings import AlertSettings
 from agent.compaction.model import PolicySettings
 from agent.compaction.settings import DriverSettings, Scope
 from agent.sampling.judgement import Limits
@@ -23,8 +24,9 @@ DEFAULT_LISTEN = "127.0.0.1:9477"
 MAX_HISTORY_SAMPLES = 86_400  # 4 MB a pool
 
 
-class AgentSettings(BaseSettings):
-    """Every setting has a flag (`--stall-seconds`), a variable (`KVATLAS_STALL_SECONDS`) and a key in the file."""
+class AgentSettings(AlertSettings):
+    """Every setting has a flag (`--stall-seconds`), a variable (`KVATLAS_STALL_SECONDS`) and a key in the file; an
+    address that is a secret has no flag."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -187,11 +189,12 @@ def load_settings(
     for where, values in layers:
         for name, value in values.items():
             merged[name], source[name] = value, where
-    if "token" in merged and "token_file" in merged:
+    for name in [name for name in merged if f"{name}_file" in merged]:
+        other = f"{name}_file"
         # The nearer layer wins over the farther one, as for any setting; in one layer they contradict.
-        if source["token"] == source["token_file"]:
-            raise SettingsError(f"token and token_file are both given {source['token']}; give one")
-        del merged["token" if _nearer(source["token_file"], source["token"], layers) else "token_file"]
+        if source[name] == source[other]:
+            raise SettingsError(f"{name} and {other} are both given {source[name]}; give one")
+        del merged[name if _nearer(source[other], source[name], layers) else other]
     try:
         settings = AgentSettings(**merged)
     except ValidationError as error:
@@ -199,6 +202,12 @@ def load_settings(
     if settings.token is not None and not settings.token.get_secret_value():
         raise SettingsError("token is empty; give one, or leave it out")
     return settings
+
+
+def has_flag(name: str) -> bool:
+    """Whether a setting may stand on the command line."""
+    extra = AgentSettings.model_fields[name].json_schema_extra
+    return not (isinstance(extra, dict) and extra.get("flag") is False)
 
 
 def variable(name: str) -> str:
@@ -251,7 +260,10 @@ def _describe(problem: Mapping[str, Any], source: Mapping[str, str]) -> str:
     if not problem["loc"]:
         return str(problem["msg"]).removeprefix("Value error, ")
     name = str(problem["loc"][0])
-    value = "(hidden)" if name == "token" else repr(problem.get("input"))
+    field = AgentSettings.model_fields.get(name)
+    hidden = field is not None and SecretStr in get_args(field.annotation)
+    value = "(hidden)" if hidden else repr(problem.get("input"))
     where = source.get(name, "by default")
     advice = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{name}={value} {where}: {advice} (flag --{name.replace('_', '-')}, variable {variable(name)})"
+    flag = f"flag --{name.replace('_', '-')}, " if field is None or has_flag(name) else ""
+    return f"{name}={value} {where}: {advice} ({flag}variable {variable(name)})"

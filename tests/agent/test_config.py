@@ -129,11 +129,26 @@ def test_what_is_no_address(text: str) -> None:
 
 
 def test_every_setting_has_a_flag_and_a_description() -> None:
-    """A setting that only the file could reach would break the rule that each has three ways in."""
+    """A setting that only the file could reach would break the rule that each has three ways in. The exceptions are
+    addresses that are secrets: those have a file's flag."""
     from inspect import signature
 
-    from agent.cli import agent
+    from agent.commands.serve import agent_command
 
-    assert set(AgentSettings.model_fields) == set(signature(agent).parameters) - {"config"}
+    with_flag = set(signature(agent_command()).parameters) - {"config"}
+    without = set(AgentSettings.model_fields) - with_flag
+    assert without == {"slack_webhook_url", "alertmanager_url", "webhook_url"}
+    assert {f"{name}_file" for name in without} <= with_flag
     assert all(field.description for field in AgentSettings.model_fields.values())
     assert variable("stall_seconds") == "KVATLAS_STALL_SECONDS"
+
+
+@pytest.mark.parametrize("name", ["slack_webhook_url", "alertmanager_url", "webhook_url"])
+def test_a_secret_address_is_not_repeated(name: str) -> None:
+    environment = {variable(name): "https://hooks.example/T0/secret", variable(f"{name}_file"): "/x"}
+    with pytest.raises(SettingsError, match=f"{name} and {name}_file are both given in the environment") as caught:
+        load_settings({}, environment=environment)
+    assert "secret" not in str(caught.value)
+    settings = load_settings({}, environment={variable(name): "https://hooks.example/T0/secret"})
+    assert "secret" not in repr(settings)
+    assert "secret" not in str(settings.model_dump())
