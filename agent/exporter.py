@@ -51,16 +51,25 @@ _HISTOGRAMS = {
 assert set(_HISTOGRAMS) == set(HISTOGRAMS)  # noqa: S101 - a fault of ours, at import
 
 
+# Families of another part: from the labels and ids of the pools, and the time in Unix seconds.
+MoreFamilies = Callable[[Sequence[tuple[tuple[str, ...], str]], float], Iterable[Metric]]
+
+
 class Exporter:
     """The text of /metrics. Each one has a registry of its own, so that any number may live in one process."""
 
     def __init__(
-        self, view: Callable[[], AgentView], *, clock: Clock, tallies: Callable[[], Mapping[str, Tally]] = dict
+        self,
+        view: Callable[[], AgentView],
+        *,
+        clock: Clock,
+        tallies: Callable[[], Mapping[str, Tally]] = dict,
+        more: Sequence[MoreFamilies] = (),
     ) -> None:
-        """`tallies` are of compaction, by pool id."""
+        """`tallies` are of compaction, by pool id; `more` is of parts that have metrics of their own."""
         self._clock = clock
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(PoolCollector(view, clock, tallies))
+        self.registry.register(PoolCollector(view, clock, tallies, more))
         self._text: tuple[float, bytes] = (-math.inf, b"")  # when it was rendered; swapped as one
         self._asked = -math.inf
 
@@ -109,10 +118,17 @@ class _Escaped(dict[str, str]):
 class PoolCollector(Collector):
     """Every family from one view; families that have no sample are left out."""
 
-    def __init__(self, view: Callable[[], AgentView], clock: Clock, tallies: Callable[[], Mapping[str, Tally]]) -> None:
+    def __init__(
+        self,
+        view: Callable[[], AgentView],
+        clock: Clock,
+        tallies: Callable[[], Mapping[str, Tally]],
+        more: Sequence[MoreFamilies],
+    ) -> None:
         self._view = view
         self._clock = clock
         self._tallies = tallies
+        self._more = more
 
     def describe(self) -> Iterable[Metric]:
         return []  # else register() would already collect
@@ -123,7 +139,8 @@ class PoolCollector(Collector):
         by_id = [(labels, sample.id) for labels, sample in pools]
         compaction = tally_families(by_id, self._tallies(), PREFIX, LABELS)
         known = (*_engine_families(pools, now), *_pool_families(pools, now), *_counter_families(pools))
-        for family in (*known, *compaction):
+        others = (family for families in self._more for family in families(by_id, now))
+        for family in (*known, *compaction, *others):
             if family.samples:
                 yield family
         yield GaugeMetricFamily(

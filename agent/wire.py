@@ -71,8 +71,43 @@ class Forecast(WireModel):
     queue_grows: bool = False  # ever more requests wait
 
 
+class EngineMetrics(WireModel):
+    """What an engine says of itself in its own metrics; what it does not say, or not believably, is absent."""
+
+    source: str  # the address
+    age_seconds: float | None  # since it was read
+    frozen_seconds: float  # how long nothing has changed though it reports running requests; 0 where something does
+    rank: int | None  # the data-parallel one; None: all of them, or not told
+    values: dict[str, float]  # by quantity: kv_usage_ratio, running_requests, waiting_requests, capacity_tokens, ...
+    notes: list[str]  # what is doubtful about them
+
+
+class MetricsDifference(WireModel):
+    """One quantity in the metrics and, in the seconds around that reading, in the map. Counters: what was added."""
+
+    quantity: str
+    metrics: float
+    map_low: float
+    map_high: float
+    disagreement_ratio: float  # 0 to 1, outside that range
+    beyond_tolerance: bool
+
+
+class MetricsComparison(WireModel):
+    """How an engine's own metrics and its map agree."""
+
+    compared: bool
+    why_not: str
+    disagrees: bool  # in two readings in a row, beyond what the times of reading explain
+    disagreement_ratio: float | None  # the largest that lasts; None where nothing is compared
+    reason: str  # both numbers, where they disagree
+    differences: list[MetricsDifference]
+
+
 class EngineSummary(WireModel):
     """One pool of one engine, as of its last whole snapshot."""
+
+    block_map: Literal[True] = True
 
     id: str  # what /v1/engines/{id} takes: "<engine id>.<rank>.<pool>"
     engine_id: str
@@ -106,6 +141,34 @@ class EngineSummary(WireModel):
     oldest_pinned_seconds: float | None
     forecast: Forecast
     counters: dict[str, int]
+    metrics: EngineMetrics | None = None  # where the agent was told to read them
+    metrics_comparison: MetricsComparison | None = None
+
+
+class UnmappedEngine(WireModel):
+    """An engine known from its own metrics alone. It has no block map: nothing is known of its fragmentation."""
+
+    block_map: Literal[False] = False
+    id: str
+    engine_id: str
+    kind: str
+    model: str  # "" where it is not told
+    state: Literal["live", "frozen", "unreachable"]
+    reason: str  # why it is not "live"
+    metrics: EngineMetrics
+    ranks: list[EngineMetrics]  # where there are several data-parallel ones
+
+
+class MetricsSource(WireModel):
+    """An address whose metrics are read."""
+
+    source: str
+    engine_id: str  # "" unless the operator gave it
+    up: bool
+    fault: str  # of the last attempt
+    age_seconds: float | None
+    several_writers: bool
+    engines: int
 
 
 class AgentStatus(WireModel):
@@ -118,6 +181,7 @@ class AgentStatus(WireModel):
     folders: list[str]  # where maps are looked for
     unreadable: list[str]  # maps or folders seen and not read, each with its reason
     writes_enabled: bool
+    engine_metrics: list[MetricsSource] = []
 
 
 class EngineList(WireModel):
@@ -125,6 +189,7 @@ class EngineList(WireModel):
     now_unix: float
     agent: AgentStatus
     engines: list[EngineSummary]
+    unmapped: list[UnmappedEngine] = []  # no block map: from their own metrics alone
 
 
 class MapCells(WireModel):
