@@ -1,0 +1,1 @@
+"""Where notices go: Slack, Alertmanager, a generic webhook, the log."""

@@ -1,0 +1,358 @@
+"""Keeps what must outlive the agent: states of alerts, what each sink is still to be told, and mutes.
+
+Everything is in memory, and each change is on the disk before the method that made it returns. Where the disk fails,
+memory alone goes on: alerts are told all the same, one log line says so, and the file is written anew when it can be.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from alerts.clock import SYSTEM_CLOCK, Clock
+from alerts.database import Database, DatabaseUnusable, Fault, Rows, set_aside
+from alerts.encoding import RowUnreadable, dump_alert, dump_change, dump_mute, load_alert, load_change, load_mute
+from alerts.errors import AlertsError
+from alerts.grouping import GROUP_BY, Waiting, group_of
+from alerts.log import log_event
+from alerts.model import Alert, Change
+from alerts.mutes import Mute
+from alerts.notice import Notice
+from alerts.outbox import Backlog, Delta, Outbox, Standing
+from alerts.tally import Counted, Tally
+
+LOCK_WAIT_SECONDS: Final = 5.0  # an agent that is being replaced may still be ending
+MEND_SECONDS: Final = 30.0  # between attempts to write the file again
+LOCK_PAUSE_SECONDS: Final = 0.1
+
+
+class Store:
+    """One SQLite file, or memory alone with no `path`. Safe for several threads. No method raises for the disk."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        sinks: Iterable[str] = (),
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        group_by: Sequence[str] = GROUP_BY,
+        lock_wait_seconds: float = LOCK_WAIT_SECONDS,
+        mend_seconds: float = MEND_SECONDS,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Reads what an earlier agent left; waits for one that still holds the file, that long."""
+        self.path = path
+        self.tally = Tally(sinks := tuple(sinks))
+        self._clock = clock
+        self._group_by = tuple(group_by)
+        self._mend_seconds = mend_seconds
+        self._lock = threading.RLock()
+        self._database: Database | None = None
+        self._trouble: str | None = None if path else "no path is set"
+        self._mend_at: float | None = None  # None: never again
+        self._unread = False  # the file may hold what we could not read at the start
+        self._sequence = 0
+        self._states: dict[str, str] = {}
+        self._mutes: dict[str, Mute] = {}
+        self._outboxes = {sink: Outbox() for sink in sinks}
+        self._listeners: list[Callable[[], None]] = []
+        if path is not None:
+            self._open(path, clock.monotonic() + lock_wait_seconds, pause)
+
+    @property
+    def durable(self) -> bool:
+        """Whether what is kept outlives the agent."""
+        return self._database is not None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it is not durable."""
+        return self._trouble
+
+    def load_states(self) -> dict[str, str]:
+        """By fingerprint, as they were committed last."""
+        with self._lock:
+            return dict(self._states)
+
+    def commit(self, states_changed: Mapping[str, str | None], changes: Sequence[Change]) -> tuple[Change, ...]:
+        """Keep new states (None: the state is gone) and let every sink be told of the changes, both or neither.
+
+        Returns the changes with the sequences that they were given.
+        """
+        if not states_changed and not changes:
+            return ()
+        with self._lock:
+            for fingerprint, state in states_changed.items():
+                if state is None:
+                    self._states.pop(fingerprint, None)
+                else:
+                    self._states[fingerprint] = state
+            recorded = tuple(replace(change, sequence=self._sequence + n) for n, change in enumerate(changes, start=1))
+            self._sequence += len(recorded)
+            now = self._clock.monotonic()
+            deltas = [delta for sink in self._outboxes for delta in self._enqueue(sink, recorded, now)]
+            kept = self._write(deltas, states=states_changed, sequence=self._sequence)
+            if not kept and self.path is not None:
+                for sink in self._outboxes:
+                    self.tally.add(sink, Counted.NOT_KEPT, len(recorded))
+        if recorded:
+            for listener in self._listeners:
+                listener()
+        return recorded
+
+    def on_commit(self, listener: Callable[[], None]) -> None:
+        """Call it after each commit that sinks are to be told of."""
+        self._listeners.append(listener)
+
+    def mutes(self) -> tuple[Mute, ...]:
+        """Those that have not expired, the one that expires first first."""
+        with self._lock:
+            now = self._clock.wall()
+            expired = {name for name, mute in self._mutes.items() if not mute.active(now)}
+            if expired:
+                for name in expired:
+                    del self._mutes[name]
+                self._write(mutes=dict.fromkeys(expired))
+            return tuple(sorted(self._mutes.values(), key=lambda mute: (mute.expires_at, mute.id)))
+
+    def add_mute(self, mute: Mute) -> None:
+        """One of the same id gives way."""
+        with self._lock:
+            self._mutes[mute.id] = mute
+            self._write(mutes={mute.id: dump_mute(mute)})
+
+    def remove_mute(self, mute_id: str) -> bool:
+        """False where there is none."""
+        with self._lock:
+            if self._mutes.pop(mute_id, None) is None:
+                return False
+            self._write(mutes={mute_id: None})
+            return True
+
+    def backlog(self, sink: str) -> Backlog:
+        """What a sink is still to be told, now."""
+        with self._lock:
+            return self._outboxes[sink].backlog()
+
+    def begin(self, sink: str, notice: Notice) -> None:
+        """The notice is about to be sent: should the agent end before it says what came of that, nobody knows."""
+        with self._lock:
+            self._outboxes[sink].standing.in_flight = frozenset(notice.sequences)
+            self._write([(sink, Delta())])
+
+    def finish(self, sink: str, notice: Notice, *, group_seconds: float) -> None:
+        """It was delivered, and its groups are told of nothing more for that long."""
+        with self._lock:
+            self._write([(sink, self._outboxes[sink].finish(notice, self._clock.monotonic(), group_seconds))])
+
+    def postpone(self, sink: str, seconds: float) -> int:
+        """It was not; it is to be tried again after that long. Returns how often that has happened in a row."""
+        with self._lock:
+            standing, now = self._outboxes[sink].standing, self._clock.monotonic()
+            standing.attempts += 1
+            standing.not_before = now + seconds
+            standing.in_flight = frozenset()
+            if standing.failing_since is None:
+                standing.failing_since = now
+            self._write([(sink, Delta())])
+            return standing.attempts
+
+    def give_up(self, sink: str, notice: Notice) -> None:
+        """It never will be: its firings are counted in the next notice that is."""
+        with self._lock:
+            self._write([(sink, self._outboxes[sink].give_up(notice))])
+
+    def close(self) -> None:
+        """Give the file up. What is done with the store after that stays in memory."""
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+            self._database, self._mend_at, self._trouble = None, None, "closed"
+
+    def _enqueue(self, sink: str, changes: Sequence[Change], now: float) -> list[tuple[str, Delta]]:
+        outbox = self._outboxes[sink]
+        deltas = [outbox.put(Waiting(change, group_of(change.alert, self._group_by), now)) for change in changes]
+        coalesced = sum(delta.removals for delta in deltas)
+        folded = outbox.fold()
+        self.tally.add(sink, Counted.COALESCED, coalesced)
+        self.tally.add(sink, Counted.FOLDED, folded.removals)
+        return [(sink, delta) for delta in (*deltas, folded)]
+
+    def _write(
+        self,
+        deltas: Iterable[tuple[str, Delta]] = (),
+        *,
+        states: Mapping[str, str | None] | None = None,
+        mutes: Mapping[str, str | None] | None = None,
+        sequence: int | None = None,
+    ) -> bool:
+        """Bring the disk up to memory; whether it is."""
+        if self._database is None:
+            return self._mend()
+        deltas = tuple(deltas)
+        ahead = self._clock.wall() - self._clock.monotonic()
+        told: dict[tuple[str, str], str | None] = {}
+        for sink, delta in deltas:
+            told |= {(sink, alert.fingerprint): dump_alert(alert) for alert in delta.told}
+            told |= dict.fromkeys((sink, fingerprint) for fingerprint in delta.closed)
+        rows = Rows(
+            sequence=sequence,
+            states=states or {},
+            waiting=[row for sink, delta in deltas for row in _waiting_rows(sink, delta.added, ahead)],
+            waited=[(sink, number) for sink, delta in deltas for number in delta.removed],
+            told=told,
+            standing={sink: self._standing(sink) for sink in {sink for sink, delta in deltas if delta.standing}},
+            mutes=mutes or {},
+        )
+        try:
+            self._database.write(rows)
+        except DatabaseUnusable as error:
+            self._lose(error)
+            return self._mend()
+        return True
+
+    def _standing(self, sink: str) -> str:
+        return self._outboxes[sink].standing.to_json(self._clock)
+
+    def _everything(self) -> Rows:
+        ahead = self._clock.wall() - self._clock.monotonic()
+        outboxes = self._outboxes.items()
+        return Rows(
+            sequence=self._sequence,
+            states=self._states,
+            waiting=[row for sink, outbox in outboxes for row in _waiting_rows(sink, outbox.waiting, ahead)],
+            told={(sink, alert.fingerprint): dump_alert(alert) for sink, outbox in outboxes for alert in outbox.told},
+            standing={sink: self._standing(sink) for sink in self._outboxes},
+            mutes={mute.id: dump_mute(mute) for mute in self._mutes.values()},
+        )
+
+    def _open(self, path: Path, until: float, pause: Callable[[float], None]) -> None:
+        """At the start, where the file knows more than we do."""
+        while True:
+            try:
+                self._database = Database(path)
+                self._restore(self._database.read())
+                return
+            except DatabaseUnusable as error:
+                if error.fault is Fault.LOCKED and self._clock.monotonic() < until:
+                    pause(LOCK_PAUSE_SECONDS)
+                    continue
+                self._lose(error)
+                if error.fault is Fault.CORRUPT:
+                    self._mend()
+                elif error.fault in (Fault.LOCKED, Fault.NEWER):
+                    self._mend_at = None  # the file is somebody else's
+                else:
+                    self._unread = True
+                return
+
+    def _restore(self, rows: Rows) -> None:
+        self._sequence = rows.sequence or 0
+        self._states = {name: state for name, state in rows.states.items() if state is not None}
+        unread = 0
+        for name, text in rows.mutes.items():
+            try:
+                self._mutes[name] = load_mute(text or "")
+            except (RowUnreadable, AlertsError):
+                unread += 1
+        waiting: dict[str, list[Waiting]] = {sink: [] for sink in self._outboxes}
+        wall, monotonic = self._clock.wall(), self._clock.monotonic()
+        for sink, sequence, since, text in rows.waiting:
+            self._sequence = max(self._sequence, sequence)
+            try:
+                change = load_change(sequence, text)
+                group = group_of(change.alert, self._group_by)
+                waiting[sink].append(Waiting(change, group, monotonic - max(0.0, wall - since)))
+            except (KeyError, RowUnreadable) as error:
+                unread += isinstance(error, RowUnreadable)
+                self.tally.add(sink, Counted.DROPPED)
+        told: dict[str, list[Alert]] = {sink: [] for sink in self._outboxes}
+        for (sink, _), text in rows.told.items():
+            try:
+                told[sink].append(load_alert(text or ""))
+            except KeyError:
+                continue
+            except RowUnreadable:
+                unread += 1
+        for sink in self._outboxes:
+            standing = Standing()
+            try:
+                standing = Standing.from_json(rows.standing.get(sink) or standing.to_json(self._clock), self._clock)
+            except RowUnreadable:
+                unread += 1
+            if standing.in_flight:
+                standing.in_flight, standing.sent_at = frozenset(), monotonic
+                self.tally.add(sink, Counted.UNSURE)
+            self._outboxes[sink] = Outbox(waiting[sink], told[sink], standing)
+        if unread:
+            log_event("alert_store_rows_left_out", level=logging.WARNING, path=str(self.path), rows=unread)
+        named = {sink for sink, _, _, _ in rows.waiting} | {sink for sink, _ in rows.told} | set(rows.standing)
+        if unread or not named <= set(self._outboxes):
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        if self._database is not None:
+            try:
+                self._database.write(self._everything(), anew=True)
+            except DatabaseUnusable as error:
+                self._lose(error)
+
+    def _lose(self, error: DatabaseUnusable) -> None:
+        """Go on in memory alone."""
+        if self._database is not None:
+            self._database.close()
+        self._database = None
+        if self._trouble is None:
+            log_event(
+                "alert_store_in_memory_alone",
+                level=logging.WARNING,
+                path=str(self.path),
+                fault=error.fault.name.lower(),
+                reason=error.detail,
+                action=f"the file {error.fault.value}; until then a restart forgets what was not told yet",
+            )
+        self._trouble = str(error)
+        at_once = error.fault in (Fault.CORRUPT, Fault.REPLACED)
+        self._mend_at = self._clock.monotonic() + (0.0 if at_once else self._mend_seconds)
+
+    def _mend(self) -> bool:
+        """Where it is time, write everything into the file, which is made anew where it is damaged."""
+        now = self._clock.monotonic()
+        if self.path is None or self._mend_at is None or now < self._mend_at:
+            return False
+        self._mend_at = now + self._mend_seconds
+        try:
+            self._database = self._reopen(self.path)
+            self._database.write(self._everything(), anew=True)
+        except (DatabaseUnusable, OSError) as error:
+            self._trouble = str(error)
+            if self._database is not None:
+                self._database.close()
+            self._database = None
+            return False
+        self._trouble = None
+        log_event("alert_store_written_again", path=str(self.path))
+        return True
+
+    def _reopen(self, path: Path) -> Database:
+        """The file, to be written anew; what it may hold that we do not know is kept under another name."""
+        try:
+            database = Database(path)
+            if not self._unread:
+                return database
+            database.close()
+        except DatabaseUnusable as error:
+            if error.fault is not Fault.CORRUPT:
+                raise
+        log_event("alert_store_set_aside", level=logging.WARNING, path=str(path), aside=str(set_aside(path)))
+        self._unread = False
+        return Database(path)
+
+
+def _waiting_rows(sink: str, waiting: Iterable[Waiting], ahead: float) -> list[tuple[str, int, float, str]]:
+    return [(sink, one.change.sequence, one.since + ahead, dump_change(one.change)) for one in waiting]
