@@ -16,11 +16,11 @@ MAX_NAMED_LENGTH = 80
 
 
 @dataclass(frozen=True, slots=True)
-class SinkHealth:
-    """How one receiver of messages stands, by a monotonic clock."""
+class Delivery:
+    """How one receiver of messages stands."""
 
-    name: str
-    failing_since: float | None  # since when nothing has come through; None while all does
+    sink: str
+    failing_seconds: float  # for how long nothing has come through; 0 while all does
     lost: int  # messages given up for good, ever
 
 
@@ -30,7 +30,7 @@ class OwnFeed:
 
     name: str  # of this agent, for people
     interval_seconds: float
-    sinks: Callable[[], Sequence[SinkHealth]]
+    deliveries: Callable[[], Sequence[Delivery]]
     link: str | None = None
     _lost: Window = field(default_factory=lambda: Window(LOST_SECONDS))
     _before: tuple[int, float] | None = None  # generation and time of the view before
@@ -38,13 +38,13 @@ class OwnFeed:
 
     def reading(self, view: AgentView, now: float) -> Reading:
         """`view` is the latest; where the sampler hangs, it is an old one."""
-        sinks = self.sinks()
+        deliveries = self.deliveries()
         numbers: dict[str, float | None] = {
             "agent_sample_late_seconds": self._late(view, now),
             "agent_unreadable_maps": float(len(view.unreadable)),
-            "agent_notifications_failing_seconds": max((_failing(one, now) for one in sinks), default=0.0),
+            "agent_notifications_failing_seconds": max((one.failing_seconds for one in deliveries), default=0.0),
         }
-        lost = {one.name: one.lost for one in sinks}
+        lost = {one.sink: one.lost for one in deliveries}
         if (gain := self._lost.take(now, 0, lost, None)) is not None:
             numbers["agent_notifications_lost_per_minute"] = sum(map(gain.per_minute, lost))
         return Reading(
@@ -52,7 +52,7 @@ class OwnFeed:
             labels={"agent": self.name},
             numbers=numbers,
             texts={
-                "sink": _worst(sinks, gain.counters if gain is not None else {}, now),
+                "sink": _worst(deliveries, gain.counters if gain is not None else {}),
                 "unreadable": "; ".join(line[:MAX_NAMED_LENGTH] for line in view.unreadable[:MAX_NAMED]) or "none",
             },
             link=self.link,
@@ -74,11 +74,7 @@ class OwnFeed:
         return max(0.0, self._gap, now - taken - self.interval_seconds)
 
 
-def _failing(sink: SinkHealth, now: float) -> float:
-    return 0.0 if sink.failing_since is None else max(0.0, now - sink.failing_since)
-
-
-def _worst(sinks: Sequence[SinkHealth], lost: Mapping[str, int], now: float) -> str:
+def _worst(deliveries: Sequence[Delivery], lost: Mapping[str, int]) -> str:
     """The receiver that gives most trouble."""
-    worst = max(sinks, key=lambda one: (lost.get(one.name, 0), _failing(one, now)), default=None)
-    return worst.name if worst is not None else "none"
+    worst = max(deliveries, key=lambda one: (lost.get(one.sink, 0), one.failing_seconds), default=None)
+    return worst.sink if worst is not None else "none"

@@ -1,0 +1,117 @@
+"""Alerts as a whole: judges views, keeps what came of them, and has it delivered."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+
+from agent.alerting.evaluator import Evaluator
+from agent.alerting.feed import PoolFeed
+from agent.alerting.own import Delivery, OwnFeed
+from agent.alerting.rule_files import load_rules
+from agent.alerting.sinks import LOG, make_sinks
+from agent.compaction.driver import CompactionDriver
+from agent.config import AgentSettings
+from agent.log import EventLog
+from agent.sampling.model import AgentView, Clock
+from alerts.lifecycle import LifecycleSettings
+from alerts.pipeline import Pipeline
+from alerts.rules import Rule
+from alerts.sinks.base import Sink
+from alerts.store import Store
+from alerts.tally import Counted
+
+STOP_SECONDS = 2.0
+
+
+class Alerting:
+    """`notice` may come from any thread. `start` begins to evaluate and to deliver; `stop` ends both."""
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        sinks: Sequence[Sink],
+        store: Store,
+        driver: CompactionDriver,
+        *,
+        clock: Clock | None = None,
+        interval_seconds: float = 1.0,
+        pool_page: str = "",
+        list_page: str = "",
+        runbook: str = "",
+        agent_name: str = "",
+    ) -> None:
+        """`pool_page` is an address that a pool's id is put at the end of; "" where there is none, as for the others.
+        The store must know the names of the sinks."""
+        clock = clock or Clock()
+        self.store = store
+        self.pipeline = Pipeline(store, sinks, clock, list_url=lambda: list_page or None)
+        self.evaluator = Evaluator(
+            rules,
+            store,
+            PoolFeed(driver.standing, consumers=driver.settings.consumers, link=pool_page),
+            OwnFeed(agent_name or socket.gethostname(), interval_seconds, self._deliveries, link=list_page or None),
+            settings=LifecycleSettings(runbook_base=runbook),
+            clock=clock,
+        )
+        self._thread = threading.Thread(target=self.evaluator.run, name="alerting", daemon=True)
+
+    @classmethod
+    def from_settings(cls, settings: AgentSettings, driver: CompactionDriver, address: str, clock: Clock) -> Alerting:
+        """As the settings say; `address` is the agent's own. Raises SettingsError."""
+        rules = load_rules(settings.alert_rules)
+        sinks = make_sinks(settings)
+        names = [sink.name for sink in sinks]
+        store = Store(settings.alert_store, names, clock=clock)
+        if settings.alert_store is None and names != [LOG] and names:
+            EventLog(logging.getLogger("kvatlas.alerting")).event(
+                "alerts are kept in memory alone",
+                level=logging.WARNING,
+                sinks=", ".join(names),
+                action="set KVATLAS_ALERT_STORE: without it a restart tells again what it finds, and loses the rest",
+            )
+        page = settings.alert_page.rstrip("/")
+        return cls(
+            rules,
+            sinks,
+            store,
+            driver,
+            clock=clock,
+            interval_seconds=settings.interval_seconds,
+            pool_page=f"{page}/?pool=" if page else f"{address}/v1/engines/",
+            list_page=page or f"{address}/v1/alerts",
+            runbook=settings.alert_runbook,
+        )
+
+    def start(self) -> None:
+        self.pipeline.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """What is still to be sent waits in the store."""
+        self.evaluator.stop()
+        if self._thread.ident is not None:
+            self._thread.join(STOP_SECONDS)
+        self.pipeline.stop()
+        self.store.close()
+
+    def notice(self, view: AgentView) -> None:
+        """There are new samples; returns at once."""
+        self.evaluator.notice(view)
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """Open alerts by severity and state."""
+        return self.evaluator.counts()
+
+    def outcomes(self) -> Mapping[tuple[str, str], int]:
+        """What became of messages and changes, by sink and outcome."""
+        return self.pipeline.outcomes()
+
+    def _deliveries(self) -> list[Delivery]:
+        outcomes = self.pipeline.outcomes()
+        return [
+            Delivery(name, health.failing_seconds or 0.0, outcomes.get((name, Counted.DEAD_LETTERED.value), 0))
+            for name, health in self.pipeline.health().items()
+        ]
