@@ -15,11 +15,15 @@ from types import FrameType
 import numpy.ma  # noqa: F401 - np.median loads it at its first call, which in a running agent looks like a leak
 import uvicorn
 
+from agent.alerting.families import alert_families
+from agent.alerting.service import Alerting
 from agent.compaction.audit import AuditLog
 from agent.compaction.driver import CompactionDriver
 from agent.config import AgentSettings
 from agent.descriptors import raise_limit, share_out
-from agent.exporter import Exporter
+from agent.engine_metrics.presenter import metric_families
+from agent.engine_metrics.scraper import MetricsScraper, ScraperSettings
+from agent.exporter import LABELS, PREFIX, Exporter
 from agent.history import MemoryHistory
 from agent.log import EventLog, configure_logging
 from agent.sampling.model import Clock
@@ -61,7 +65,24 @@ def run_agent(settings: AgentSettings) -> None:
     audit = AuditLog(settings.audit_log)
     driver = CompactionDriver(settings.compaction_driver(), audit, clock=clock)
     sampler.subscribe(lambda: driver.notice(sampler.view))
-    exporter = Exporter(lambda: sampler.view, clock=clock, tallies=driver.tallies)
+    alerting = Alerting.from_settings(settings, driver, address, clock)
+    sampler.subscribe(lambda: alerting.notice(sampler.view))
+    scraper = MetricsScraper(
+        settings.metrics_sources(),
+        lambda: sampler.view,
+        settings=ScraperSettings(settings.engine_metrics_seconds, map_interval_seconds=settings.interval_seconds),
+        clock=clock,
+    )
+    sampler.subscribe(scraper.notice)
+    exporter = Exporter(
+        lambda: sampler.view,
+        clock=clock,
+        tallies=driver.tallies,
+        more=(
+            lambda pools, now: metric_families(scraper.view, pools, now, PREFIX, LABELS),
+            lambda pools, now: alert_families(alerting.counts(), alerting.outcomes(), PREFIX),
+        ),
+    )
     sampler.subscribe(exporter.refresh)
     context = ApiContext(
         view=lambda: sampler.view,
@@ -69,6 +90,8 @@ def run_agent(settings: AgentSettings) -> None:
         history=history,
         guard=guard,
         compaction=driver,
+        alerting=alerting,
+        engine_metrics=lambda: scraper.view,
         version=__version__,
         interval_seconds=settings.interval_seconds,
         threshold=settings.threshold,
@@ -110,15 +133,21 @@ def run_agent(settings: AgentSettings) -> None:
         log.event("changes are off: listening beyond loopback without a token", level=logging.WARNING)
     thread = threading.Thread(target=sampler.run, name="sampler", daemon=True)
     deciding = threading.Thread(target=driver.run, name="compaction", daemon=True)
+    scraping = threading.Thread(target=scraper.run, name="engine-metrics", daemon=True)
     thread.start()
     deciding.start()
+    alerting.start()
+    scraping.start()
     try:
         server.run(sockets=[listener])
     finally:
         sampler.stop()
         driver.stop()
+        alerting.stop()
+        scraper.stop()
         thread.join(SHUTDOWN_SECONDS)
         deciding.join(SHUTDOWN_SECONDS)
+        scraping.join(SHUTDOWN_SECONDS)
         audit.close()
         if not thread.is_alive():
             sampler.close()

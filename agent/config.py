@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from agent.alerting.settings import AlertSettings
 from agent.compaction.model import PolicySettings
 from agent.compaction.settings import DriverSettings, Scope
+from agent.engine_metrics.settings import EngineMetricsSettings
 from agent.sampling.judgement import Limits
 from agent.sampling.sampler import SamplerSettings
 from engine_shim.errors import SettingsError
@@ -24,7 +25,7 @@ DEFAULT_LISTEN = "127.0.0.1:9477"
 MAX_HISTORY_SAMPLES = 86_400  # 4 MB a pool
 
 
-class AgentSettings(AlertSettings):
+class AgentSettings(AlertSettings, EngineMetricsSettings):
     """Every setting has a flag (`--stall-seconds`), a variable (`KVATLAS_STALL_SECONDS`) and a key in the file; an
     address that is a secret has no flag."""
 
@@ -262,7 +263,7 @@ def _describe(problem: Mapping[str, Any], source: Mapping[str, str]) -> str:
     name = str(problem["loc"][0])
     field = AgentSettings.model_fields.get(name)
     hidden = field is not None and SecretStr in get_args(field.annotation)
-    value = "(hidden)" if hidden else repr(problem.get("input"))
+    value = "(hidden)" if hidden else re.sub(r"//[^/@\s]*@", "//(hidden)@", repr(problem.get("input")))
     where = source.get(name, "by default")
     advice = str(problem["msg"]).removeprefix("Value error, ")
     flag = f"flag --{name.replace('_', '-')}, " if field is None or has_flag(name) else ""

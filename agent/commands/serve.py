@@ -23,7 +23,8 @@ def agent_command() -> Callable[..., None]:
         """Run the sidecar: sample every map of this host and serve the API and /metrics."""
         from agent.app import run_agent
 
-        run_agent(load_settings({name: value for name, value in given.items() if value is not None}, file=config))
+        # A repeatable option that is not given is None with some versions of Typer, an empty list with others.
+        run_agent(load_settings({name: value for name, value in given.items() if value not in (None, [])}, file=config))
 
     parameters = [_parameter("config", CONFIG)]
     for name, field in AgentSettings.model_fields.items():
@@ -40,6 +41,8 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 
 def _kind(field: FieldInfo) -> Any:
     """What the command line makes of a setting; the settings themselves check what it means."""
+    if get_origin(field.annotation) is tuple:
+        return list[str]
     kinds = [one for one in (get_args(field.annotation) or (field.annotation,)) if one is not type(None)]
     if get_origin(field.annotation) is Literal or kinds[0] is SecretStr:
         return str
@@ -47,8 +50,9 @@ def _kind(field: FieldInfo) -> Any:
 
 
 def _option(name: str, field: FieldInfo) -> Any:
-    text = f"{(field.description or '').capitalize()} ({variable(name)})."
-    if field.default in (None, ""):
+    description = field.description or ""
+    text = f"{description[:1].upper()}{description[1:]} ({variable(name)})."
+    if field.default in (None, "", ()):
         return typer.Option(help=text)
     shown = ("on" if field.default else "off") if isinstance(field.default, bool) else str(field.default)
     return typer.Option(help=text, show_default=shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Self
@@ -63,9 +64,9 @@ class MetricsSource:
             return False
 
 
-def parse_sources(text: str) -> tuple[MetricsSource, ...]:
-    """Addresses with commas or blanks between them. Raises ValueError."""
-    sources = tuple(MetricsSource.parse(one) for one in text.replace(",", " ").split())
+def parse_sources(texts: Iterable[str]) -> tuple[MetricsSource, ...]:
+    """Several addresses. Raises ValueError for one that is none, one given twice, and too many."""
+    sources = tuple(MetricsSource.parse(one) for one in texts)
     if len(sources) > MAX_SOURCES:
         raise ValueError(f"{len(sources)} addresses; at most {MAX_SOURCES}: run another agent for the others")
     if len({one.name for one in sources}) < len(sources):

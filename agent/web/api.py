@@ -11,12 +11,16 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
 from agent import wire
+from agent.alerting.service import Alerting
 from agent.compaction.driver import CompactionDriver
+from agent.engine_metrics import presenter as metrics_presenter
+from agent.engine_metrics.model import EngineMetricsView, UnmappedEngine
 from agent.exporter import CONTENT_TYPE, Exporter
 from agent.history import MAX_POINTS, METRICS, History
 from agent.log import EventLog
 from agent.sampling.model import AgentView, Clock, PoolSample
 from agent.web import presenter
+from agent.web.alert_routes import add_alerts
 from agent.web.cells import map_cells
 from agent.web.compaction_routes import add_compaction
 from agent.web.docs_page import render_docs
@@ -47,6 +51,8 @@ class ApiContext:
     threshold: float
     started_unix: float
     clock: Clock = field(default_factory=Clock)
+    alerting: Alerting | None = None  # without it there are no routes of alerts
+    engine_metrics: Callable[[], EngineMetricsView] = EngineMetricsView
 
 
 def create_app(context: ApiContext) -> FastAPI:
@@ -65,6 +71,8 @@ def create_app(context: ApiContext) -> FastAPI:
     _add_engines(app, context)
     may_change = require_writer(context)
     add_compaction(app, context.compaction, lambda id: _sample(context, id), may_change, context.guard)
+    if context.alerting is not None:
+        add_alerts(app, context.alerting, may_change, context.clock)
     return app
 
 
@@ -123,11 +131,33 @@ def _sample(context: ApiContext, id: str) -> PoolSample:
     pools = [one for one in samples.values() if one.identity.engine_id == id]
     if len(pools) == 1:
         return pools[0]
+    if not pools and (unmapped := _unmapped(context, id)) is not None:
+        what = f"engine {unmapped.id!r} is known from its metrics alone and publishes no block map"
+        raise ApiError(404, "no_block_map", what, "run the shim in the engine to see its blocks")
     if pools:
         names = ", ".join(one.id for one in pools[:MAX_NAMED_POOLS])
         raise ApiError(404, "not_found", f"engine {id!r} has {len(pools)} pools", f"ask for one of them: {names}")
     names = f", as {', '.join(list(samples)[:MAX_NAMED_POOLS])}" if samples else ""
     raise ApiError(404, "not_found", f"no pool {id!r}", f"GET /v1/engines lists the pools that are known{names}")
+
+
+def _unmapped(context: ApiContext, id: str) -> UnmappedEngine | None:
+    """The engine without a map of that id."""
+    return next((one for one in context.engine_metrics().unmapped if one.id == id), None)
+
+
+def _summary(context: ApiContext, sample: PoolSample, now_unix: float) -> wire.EngineSummary:
+    """One pool, with what its engine's own metrics say where they are read."""
+    summary = presenter.summarize(sample, now_unix)
+    joined = context.engine_metrics().by_pool.get(sample.id)
+    if joined is None:
+        return summary
+    return summary.model_copy(
+        update={
+            "metrics": metrics_presenter.describe_joined(joined, now_unix),
+            "metrics_comparison": metrics_presenter.describe_comparison(joined.comparison),
+        }
+    )
 
 
 def _add_engines(app: FastAPI, context: ApiContext) -> None:
@@ -143,7 +173,7 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
         summaries, unfit = [], []
         for one in view.samples.values():
             try:
-                summaries.append(presenter.summarize(one, now))
+                summaries.append(_summary(context, one, now))
             except ValueError as error:  # a number that no map should hold: of this pool, not of the others
                 log.on_change("pool left out", one.id, str(error), level=logging.ERROR)
                 unfit.append(f"{one.id}: its numbers cannot be told; see the agent's log")
@@ -155,13 +185,18 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
             folders=list(view.folders),
             unreadable=[*view.unreadable, *unfit],
             writes_enabled=context.guard.enabled,
+            engine_metrics=metrics_presenter.describe_sources(context.engine_metrics(), now),
         )
-        return json_response(wire.EngineList(now_unix=now, agent=status, engines=summaries))
+        unmapped = [metrics_presenter.describe_unmapped(one, now) for one in context.engine_metrics().unmapped]
+        return json_response(wire.EngineList(now_unix=now, agent=status, engines=summaries, unmapped=unmapped))
 
-    @app.get("/v1/engines/{id}", response_model=wire.EngineSummary, tags=["engines"])
+    @app.get("/v1/engines/{id}", response_model=wire.EngineSummary | wire.UnmappedEngine, tags=["engines"])
     async def engine(id: PoolId) -> Response:
-        """One pool."""
-        return json_response(presenter.summarize(sample(id), context.clock.wall()))
+        """One pool; or an engine that is known from its metrics alone, which has `block_map` false."""
+        now, unmapped = context.clock.wall(), _unmapped(context, id)
+        if unmapped is not None:
+            return json_response(metrics_presenter.describe_unmapped(unmapped, now))
+        return json_response(_summary(context, sample(id), now))
 
     @app.get("/v1/engines/{id}/map", response_model=wire.MapCells, tags=["engines"])
     async def cells(id: PoolId, cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS) -> Response:

@@ -130,7 +130,7 @@ def test_the_agent_s_help_tells_its_defaults() -> None:
         default = field.default
         if not has_flag(name):
             continue
-        if default in (None, ""):
+        if default in (None, "", ()):
             assert not isinstance(shown[name], str), name
         else:
             expected = ("on" if default else "off") if isinstance(default, bool) else str(default)

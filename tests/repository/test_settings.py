@@ -61,7 +61,7 @@ def test_every_setting_is_documented_and_no_other(documented: dict[str, Row], re
 def test_documented_defaults_of_the_agent_are_right(documented: dict[str, Row]) -> None:
     for name, field in AgentSettings.model_fields.items():
         row = documented[variable(name)]
-        if field.default not in (None, ""):
+        if field.default not in (None, "", ()):
             assert row.default == str(field.default), name
         elif name != "dir":
             assert row.default == "", name
