@@ -51,7 +51,7 @@ class PoolTap:
         self._null = int(pool.null_block.block_id)
         self._nulls_in_tables = nulls_in_tables
         self._sees_evictions = sees_evictions
-        self.left: dict[int, int] = {}  # blocks still in use that this owner gave back
+        self.left: list[tuple[list[int], int]] = []  # blocks still in use, and the owner that gave them back
         self._dropped: list[int] = []  # blocks whose hashes went since somebody looked
         self._hooks: Hooks | None = None
         self._hash_table: Any = None
@@ -154,7 +154,7 @@ class PoolTap:
                 if held:
                     observer.unshared(held, owner)
                     if owner:
-                        self.left.update(dict.fromkeys(held, owner))
+                        self.left.append((held, owner))
                 if not owner and self.on_release is not None:
                     self.on_release(held)
             except Exception as error:  # noqa: BLE001 - see above

@@ -113,18 +113,23 @@ class WatchedPool:
 
     def _name_other_holders(self, book: RequestBook) -> None:
         """A shared block names its first holder; when that one has left, another of its holders. Bounded by step."""
-        left, self.tap.left = self.tap.left, {}
+        left, self.tap.left = self.tap.left, []
         columns = self.observer.columns
         if "owner" not in columns or "position" not in columns or "group" not in columns:
             return
         named, position, group = columns["owner"], columns["position"], columns["group"]
         blocks = self.pool.blocks
-        # Blocks whose first holder is still named, and is the one that left.
-        stale = [block for block, owner in left.items() if int(named[block]) == owner and blocks[block].ref_cnt > 0]
+        # Blocks whose first holder is still named, and is one of those that left.
+        stale = [
+            (block, owner)
+            for held, owner in left
+            for block in held
+            if int(named[block]) == owner and blocks[block].ref_cnt > 0
+        ]
         later, stale = stale[_MOST_HANDED:], stale[:_MOST_HANDED]
-        self.tap.left.update({block: left[block] for block in later})
-        places = {block: int(position[block]) for block in stale}
-        groups = {block: int(group[block]) for block in stale}
+        self.tap.left += [([block], owner) for block, owner in later]
+        places = {block: int(position[block]) for block, _ in stale}
+        groups = {block: int(group[block]) for block, _ in stale}
         for holding in book.holders(places, groups, _MOST_LOOKS):
             self.observer.held_by([holding.block], holding.owner, holding.position, holding.group)
 
