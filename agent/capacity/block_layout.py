@@ -115,15 +115,9 @@ def lay_out(
     pages = _pages(geometry, kv, tp, block_tokens, model_bytes, max_model_len, state_float32, notes)
     kinds = {page.kind for page in pages}
     windowed = {CacheKind.SLIDING.value, CacheKind.CHUNKED.value}
-    if CacheKind.FULL.value in kinds and kinds & windowed:
-        if not hybrid_manager:
-            pages = [_promoted(page) for page in pages]
-            notes.append("the hybrid cache manager is off: windowed layers are kept whole")
-        elif CacheKind.CHUNKED.value in kinds:
-            pages = [_promoted(page) for page in pages]
-            notes.append(
-                "vLLM keeps chunked layers whole unless VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=1 is set"
-            )
+    if CacheKind.FULL.value in kinds and kinds & windowed and not hybrid_manager:
+        pages = [_promoted(page) for page in pages]
+        notes.append("the hybrid cache manager is off: windowed layers are kept whole")
     groups = _groups(pages, notes)
     stages = stage_layers(len(geometry.layers), pp)
     sizes = tuple(max((group.block_bytes(stage) for group in groups), default=0) for stage in stages)
@@ -133,9 +127,20 @@ def lay_out(
         stages=stages,
         stage_block_bytes=sizes,
         block_tokens=min(attention, default=max_model_len),
-        state_blocks=2 if prefix_cache else 1,
+        state_blocks=_state_blocks(geometry, prefix_cache and bool(attention)),
         notes=tuple(notes),
     )
+
+
+def _state_blocks(geometry: ModelGeometry, prefix_cache: bool) -> int:
+    """Blocks that hold the states of one sequence in each group.
+
+    Beside a prefix cache vLLM keeps the state of the block before as well, and that of mamba2 at a checkpoint within the
+    prompt (MambaSpec.max_memory_usage_bytes); models of states alone have no prefix cache unless asked.
+    """
+    if not prefix_cache:
+        return 1
+    return 3 if any(cache.family == "mamba2" for cache in geometry.state_caches) else 2
 
 
 def _pages(
