@@ -1,0 +1,1 @@
+"""What torch's caching allocator holds: snapshots read safely, free memory by pool, and what would change it."""
