@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from agent.commands.alerts import alerts_app
 from engine_shim.errors import KvatlasError, SettingsError
 from engine_shim.launcher import give_up_output
 
@@ -27,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+app.add_typer(alerts_app)
 
 Json = Annotated[bool, typer.Option("--json", envvar="KVATLAS_JSON", help="Print one JSON object.")]
 

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 from pydantic import ValidationError
 
-from agent import wire
+from agent import wire, wire_alerts
 from engine_shim.errors import KvatlasError
 
 DEFAULT_URL = "http://127.0.0.1:9477"
@@ -99,6 +99,21 @@ class AgentClient:
         if engine is not None:
             query["engine"] = engine
         return self._get(wire.CompactionList, "/v1/compactions", query)
+
+    def alerts(self) -> wire_alerts.AlertList:
+        """Open alerts and the last ones that are over, with the mutes and how delivery stands."""
+        return self._get(wire_alerts.AlertList, "/v1/alerts")
+
+    def mutes(self) -> wire_alerts.MuteList:
+        return self._get(wire_alerts.MuteList, "/v1/mutes")
+
+    def mute(self, order: wire_alerts.MuteOrder) -> wire_alerts.MuteRecord:
+        """Needs the token where the agent has one, as does the end of a mute."""
+        return self._ask(wire_alerts.MuteRecord, "POST", "/v1/mutes", json=order.model_dump())
+
+    def unmute(self, id: str) -> wire_alerts.MuteList:
+        """End a mute; returns those that are left."""
+        return self._ask(wire_alerts.MuteList, "DELETE", f"/v1/mutes/{quote(id, safe='')}")
 
     def _get(self, model: type[Model], path: str, query: Mapping[str, str | int | float] | None = None) -> Model:
         return self._ask(model, "GET", path, params=query)
