@@ -135,8 +135,8 @@ def lay_out(
 def _state_blocks(geometry: ModelGeometry, prefix_cache: bool) -> int:
     """Blocks that hold the states of one sequence in each group.
 
-    Beside a prefix cache vLLM keeps the state of the block before as well, and that of mamba2 at a checkpoint within the
-    prompt (MambaSpec.max_memory_usage_bytes); models of states alone have no prefix cache unless asked.
+    Beside a prefix cache vLLM keeps the state of the block before as well, and mamba2's at a checkpoint in the prompt
+    (MambaSpec.max_memory_usage_bytes); models of states alone have no prefix cache unless asked.
     """
     if not prefix_cache:
         return 1

@@ -78,14 +78,18 @@ GPUS: Mapping[str, Gpu] = {
     )
 }
 
+SHORT = {"h100": "h10080gb"}  # the common card of a name that longer names begin with
+
 
 def find_gpu(name: str) -> Gpu:
     """A card by name, however it is spelt; SettingsError lists the names, or those that fit more than one."""
     wanted = _plain(name)
-    exact = [one for one in GPUS.values() if _plain(one.name) == wanted]
-    if exact:
-        return exact[0]
-    near = [one for one in GPUS.values() if wanted and _plain(one.name).startswith(wanted)]
+    wanted = SHORT.get(wanted, wanted)
+    known = {_plain(one.name): one for one in GPUS.values()}
+    if wanted in known:
+        return known[wanted]
+    near = [one for plain, one in known.items() if wanted and plain.startswith(wanted)]
+    near = near or [one for plain, one in known.items() if wanted and (wanted in plain or wanted.startswith(plain))]
     if len(near) == 1:
         return near[0]
     if near:

@@ -1,0 +1,270 @@
+"""A plan as JSON and as text: every number with the sum that it comes from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from agent.capacity.geometry import AttentionCache, CacheKind, ModelGeometry
+from agent.capacity.planner import Plan
+
+SCHEMA = "kvatlas.plan/v1"
+GIB = 1 << 30
+
+
+def attention_of(geometry: ModelGeometry) -> str:
+    """The kinds of attention in a few words, as "GQA + sliding window 4096 (21 of 42 layers)"."""
+    if geometry.no_cache_reason is not None:
+        return "encoder only"
+    parts: list[str] = []
+    caches = geometry.attention_caches
+    plain = [cache for cache in caches if not cache.replicated and cache.kind is not CacheKind.CROSS]
+    if plain:
+        heads = {cache.kv_heads for cache in plain}
+        if heads == {geometry.attention_heads}:
+            parts.append("MHA")
+        else:
+            parts.append("MQA" if heads == {1} else "GQA")
+    kinds = Counter(cache.kind for cache in caches)
+    total = len(geometry.layers)
+    if kinds[CacheKind.MLA]:
+        parts.append("MLA")
+    for kind, name in ((CacheKind.SLIDING, "sliding window"), (CacheKind.CHUNKED, "chunks")):
+        windows = sorted({cache.window for cache in caches if cache.kind is kind and cache.window})
+        if windows:
+            parts.append(f"{name} {', '.join(map(str, windows))} ({kinds[kind]} of {total} layers)")
+    if kinds[CacheKind.INDEXER]:
+        parts.append("indexer")
+    if kinds[CacheKind.CROSS]:
+        parts.append(f"cross-attention ({kinds[CacheKind.CROSS]} layers)")
+    states = geometry.state_caches
+    if states:
+        parts.append(f"{states[0].family} state ({len(states)} of {total} layers)")
+    return " + ".join(parts) or "none"
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan under the keys that scripts may rely on, and more beside them."""
+    geometry, deployment, memory, pool = plan.geometry, plan.deployment, plan.memory, plan.pool
+    nothing = geometry.no_cache_reason is not None
+    return {
+        "schema": SCHEMA,
+        "model": geometry.name,
+        "model_type": geometry.model_type,
+        "attention": attention_of(geometry),
+        "kv_bytes_per_token": None if nothing else plan.kv_bytes_per_token,
+        "kv_bytes_per_token_ideal": None if nothing else plan.kv_bytes_per_token_ideal,
+        "kv_bytes_per_block": None if nothing else plan.kv_bytes_per_block,
+        "state_bytes_per_sequence": None if nothing else plan.state_bytes_per_sequence,
+        "cross_attention_bytes_per_sequence": None if nothing else plan.cross_bytes_per_sequence,
+        "block_size": plan.layout.block_tokens,
+        "groups": [
+            {"kind": group.kind, "window": group.window, "block_size": group.block_tokens, "layers": len(group.pages)}
+            for group in plan.layout.groups
+        ],
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": deployment.max_num_seqs,
+        "tensor_parallel": deployment.tp,
+        "pipeline_parallel": deployment.pp,
+        "data_parallel": deployment.dp,
+        "gpus": deployment.gpus,
+        "gpu": deployment.gpu.name if deployment.gpu else None,
+        "kv_dtype": plan.kv.name,
+        "weight_dtype": plan.weights.name,
+        "weight_bytes": plan.weighing.total if plan.weighing.source != "guessed" else None,
+        "parameters": geometry.parameters,
+        "memory": None
+        if memory is None
+        else {
+            "total_bytes": memory.total_bytes,
+            "budget_bytes": memory.budget_bytes,
+            "co_tenant_bytes": memory.co_tenant_bytes,
+            "weights_bytes": memory.weights_bytes,
+            "weights_source": memory.weights_source,
+            "activation_bytes": memory.activation_bytes,
+            "other_bytes": memory.other_bytes,
+            "pool_bytes": memory.pool_bytes,
+            "deficit_bytes": memory.deficit_bytes,
+        },
+        "num_blocks": pool.num_blocks if pool else None,
+        "usable_blocks": pool.usable_blocks if pool else None,
+        "headroom_blocks": pool.headroom_blocks if pool else None,
+        "pool_tokens": pool.pool_tokens if pool else None,
+        "longest_sequence_tokens": pool.longest_sequence_tokens if pool else None,
+        "max_concurrent_sequences": plan.max_concurrent_sequences,
+        "per_sequence": None
+        if nothing
+        else {
+            "reserve_blocks": plan.reserve_blocks_per_sequence,
+            "engine_blocks": plan.engine_blocks_per_sequence,
+            "reserve_bytes": plan.reserve_bytes_per_sequence,
+            "ideal_bytes": plan.ideal_bytes_per_sequence,
+        },
+        "concurrency": None
+        if pool is None
+        else {
+            "reserve": pool.reserve_sequences,
+            "engine": round(pool.engine_sequences, 4),
+            "ideal": pool.ideal_sequences,
+        },
+        "fits": plan.fits,
+        "shortfall_bytes": pool.shortfall_bytes if pool else None,
+        "verdict": plan.verdict,
+        "confidence": plan.confidence,
+        "warnings": list(plan.warnings),
+        "notes": [*(text for text in (geometry.dtype_note,) if text), *geometry.notes, *plan.layout.notes],
+        "arithmetic": list(arithmetic(plan)),
+    }
+
+
+def refusal(model: str, reason: str) -> dict[str, Any]:
+    """The answer for a layout that is not known: no number at all."""
+    empty = ("attention", "kv_bytes_per_token", "kv_bytes_per_token_ideal", "kv_bytes_per_block",
+             "state_bytes_per_sequence", "memory", "num_blocks", "pool_tokens", "max_concurrent_sequences",
+             "fits")  # fmt: skip
+    return {
+        "schema": SCHEMA,
+        "model": model,
+        **dict.fromkeys(empty),
+        "verdict": f"refused: {reason}",
+        "confidence": "refused",
+        "warnings": [reason],
+        "arithmetic": [],
+    }
+
+
+def arithmetic(plan: Plan) -> tuple[str, ...]:
+    """The sums behind the plan, one a line."""
+    geometry, deployment = plan.geometry, plan.deployment
+    if geometry.no_cache_reason is not None:
+        return (geometry.no_cache_reason,)
+    lines = [*_token_lines(plan)]
+    lines.append(
+        f"KV a token{_on_gpu(plan)}: {plan.kv_bytes_per_token:,} B as reserved"
+        + (
+            f", {plan.kv_bytes_per_token_ideal:,} B once the windows are full"
+            if plan.kv_bytes_per_token != plan.kv_bytes_per_token_ideal
+            else ""
+        )
+    )
+    for state in geometry.state_caches[:1]:
+        tensors = " + ".join(
+            f"{one.name} {' × '.join(map(str, one.shape))} × {4 if _is_float32(plan, one.dtype) else 2} B"
+            for one in state.tensors(deployment.tp)
+        )
+        lines.append(
+            f"state a sequence: {len(geometry.state_caches)} layers × ({tensors}) = "
+            f"{plan.state_bytes_per_sequence:,} B{_on_gpu(plan)}"
+        )
+    if plan.cross_bytes_per_sequence:
+        lines.append(
+            f"cross-attention a sequence: {geometry.encoder_tokens:,} encoder tokens = "
+            f"{plan.cross_bytes_per_sequence:,} B"
+        )
+    lines.append(_block_line(plan))
+    lines.append(_sequence_line(plan))
+    if plan.memory is not None and plan.pool is not None:
+        lines.extend(_memory_lines(plan))
+    lines.append(plan.verdict)
+    return tuple(lines)
+
+
+def _is_float32(plan: Plan, dtype: str) -> bool:
+    forced = plan.deployment.state_float32
+    return plan.geometry.dtype == "float32" or (dtype == "float32" if forced is None else forced)
+
+
+def _on_gpu(plan: Plan) -> str:
+    return f" on one of {plan.deployment.gpus} GPUs" if plan.deployment.gpus > 1 else ""
+
+
+def _token_lines(plan: Plan) -> list[str]:
+    """Layers of one kind together, of the pipeline stage that holds most."""
+    tp, kv = plan.deployment.tp, plan.kv
+    stage = max(plan.layout.stages, key=lambda one: sum(_token(plan, index) for index in one), default=range(0))
+    groups: Counter[AttentionCache] = Counter(
+        cache
+        for index in stage
+        for cache in plan.geometry.layers[index]
+        if isinstance(cache, AttentionCache) and cache.kind is not CacheKind.CROSS
+    )
+    lines = []
+    for cache, layers in groups.items():
+        limit = f", of the last {cache.window:,} tokens alone" if cache.window is not None else ""
+        total = layers * kv.of_token(cache, tp)
+        lines.append(f"{cache.kind.value}: {layers} layers × {kv.words(cache, tp)} = {total:,} B a token{limit}")
+    return lines
+
+
+def _token(plan: Plan, index: int) -> int:
+    return sum(
+        plan.kv.of_token(cache, plan.deployment.tp)
+        for cache in plan.geometry.layers[index]
+        if isinstance(cache, AttentionCache) and cache.kind is not CacheKind.CROSS
+    )
+
+
+def _block_line(plan: Plan) -> str:
+    groups = plan.layout.groups
+    if len(groups) == 1:
+        return f"a block: {plan.layout.block_tokens} tokens, {plan.kv_bytes_per_block:,} B"
+    largest = max(groups, key=lambda group: sum(page.page_bytes for page in group.pages))
+    return (
+        f"a block: {len(groups)} groups of layers share one pool; a block of one group holds "
+        f"{len(largest.pages)} layers × {largest.pages[0].page_bytes:,} B = {plan.kv_bytes_per_block:,} B"
+    )
+
+
+def _sequence_line(plan: Plan) -> str:
+    text = (
+        f"one sequence of {plan.max_model_len:,} tokens: {plan.reserve_blocks_per_sequence:,} blocks with every layer "
+        f"whole"
+    )
+    if plan.engine_blocks_per_sequence != plan.reserve_blocks_per_sequence:
+        text += f", {plan.engine_blocks_per_sequence:,} as vLLM's hybrid manager admits it"
+    return text + f"; what it has to keep is {_gib(plan.ideal_bytes_per_sequence)}"
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    memory, pool, deployment = plan.memory, plan.pool, plan.deployment
+    if memory is None or pool is None:
+        return []
+    lines = [plan.weighing.words]
+    if deployment.tp * deployment.pp > 1:
+        lines.append(f"weights on the fullest GPU (÷ {deployment.tp} ranks, its stage of {deployment.pp}): "
+                     f"{_gib(memory.weights_bytes)}")  # fmt: skip
+    if deployment.kv_cache_bytes is not None:
+        lines.append(f"pool: {_gib(memory.pool_bytes)} as given")
+    else:
+        lines.append(plan.activation_words)
+        lines.append(
+            f"pool: {_gib(memory.total_bytes or 0)} × {deployment.utilization:g} = {_gib(memory.budget_bytes or 0)}, "
+            f"less weights {_gib(memory.weights_bytes)}, activations {_gib(memory.activation_bytes)} and the rest "
+            f"{_gib(memory.other_bytes)} = {_gib(memory.pool_bytes - memory.deficit_bytes)}"
+        )
+    lines.append(
+        f"blocks: {memory.pool_bytes:,} / {plan.kv_bytes_per_block:,} = {pool.num_blocks:,}, of which 1 is reserved"
+        + (f" and {pool.headroom_blocks:,} are headroom" if pool.headroom_blocks else "")
+        + f"; {pool.pool_tokens:,} tokens"
+    )
+    return lines
+
+
+def render(plan: Plan) -> str:
+    """The plan for people."""
+    geometry = plan.geometry
+    lines = [f"{geometry.name}: {attention_of(geometry)}; confidence {plan.confidence}"]
+    lines += [f"  {line}" for line in arithmetic(plan)]
+    if plan.pool is not None:
+        lines.append(
+            f"  at once: {plan.pool.reserve_sequences:,} sequences of {plan.max_model_len:,} tokens by the reserve, "
+            f"{plan.pool.engine_sequences:,.1f} by vLLM's hybrid manager, {plan.pool.ideal_sequences:,} ideally"
+        )
+    notes = [text for text in (geometry.dtype_note, *geometry.notes, *plan.layout.notes) if text]
+    lines += [f"  note: {note}" for note in notes]
+    lines += [f"  warning: {warning}" for warning in plan.warnings]
+    return "\n".join(lines)
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f} GiB"
