@@ -54,7 +54,8 @@ def when(entry: Entry, now: float) -> str:
     else:
         lasted = duration(alert.ended_at - alert.started_at)
         text = f"lasted {lasted}, from {moment(alert.started_at, now)} to {moment(alert.ended_at, now)}"
-    return f"{text}; fired {entry.firings} times since the last message" if entry.firings > 1 else text
+    said = 1 if entry.news in (News.FIRING, News.BRIEF) else 0  # by the title
+    return f"{text}; fired {_number(entry.firings, 'time')} since the last message" if entry.firings > said else text
 
 
 def moment(unix: float, now: float) -> str:

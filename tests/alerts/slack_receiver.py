@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -124,8 +125,9 @@ class Receiver:
                 for name, value in answer.headers.items():
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(encoded)))
-                self.end_headers()
-                self.wfile.write(encoded)
+                with suppress(OSError):  # the sender may have been killed meanwhile
+                    self.end_headers()
+                    self.wfile.write(encoded)
 
             def do_GET(self) -> None:
                 self.send_error(405)
