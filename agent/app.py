@@ -65,8 +65,6 @@ def run_agent(settings: AgentSettings) -> None:
     audit = AuditLog(settings.audit_log)
     driver = CompactionDriver(settings.compaction_driver(), audit, clock=clock)
     sampler.subscribe(lambda: driver.notice(sampler.view))
-    alerting = Alerting.from_settings(settings, driver, address, clock)
-    sampler.subscribe(lambda: alerting.notice(sampler.view))
     scraper = MetricsScraper(
         settings.metrics_sources(),
         lambda: sampler.view,
@@ -74,6 +72,8 @@ def run_agent(settings: AgentSettings) -> None:
         clock=clock,
     )
     sampler.subscribe(scraper.notice)
+    alerting = Alerting.from_settings(settings, driver, address, clock, lambda: scraper.view)
+    sampler.subscribe(lambda: alerting.notice(sampler.view))
     exporter = Exporter(
         lambda: sampler.view,
         clock=clock,

@@ -11,6 +11,7 @@ from agent.alerting.numbers import POOL_LABELS
 from agent.alerting.windows import BestLately, Gain, Window, median_bound
 from agent.compaction.model import Decision
 from agent.compaction.record import PoolStanding
+from agent.engine_metrics.model import EngineMetricsView
 from agent.forecast import HORIZON_SECONDS
 from agent.sampling.model import AgentView, PoolSample
 from alerts.readings import Reading
@@ -77,11 +78,17 @@ class PoolFeed:
     """Readings of every pool. One thread's: it remembers counters from one view to the next."""
 
     def __init__(
-        self, standing: Callable[[PoolSample], PoolStanding], *, consumers: tuple[str, ...] = (), link: str = ""
+        self,
+        standing: Callable[[PoolSample], PoolStanding],
+        *,
+        consumers: tuple[str, ...] = (),
+        metrics: Callable[[], EngineMetricsView] = EngineMetricsView,
+        link: str = "",
     ) -> None:
         """`standing` is how the compaction policy stands to a pool, `consumers` are those that the operator declares,
-        and `link` is the address of the page that shows a pool, but for its id at the end."""
-        self._standing, self._declared, self._link = standing, consumers, link
+        `metrics` is what the engines say of themselves, and `link` is the address of the page that shows a pool, but
+        for its id at the end."""
+        self._standing, self._declared, self._metrics, self._link = standing, consumers, metrics, link
         self._memory: dict[str, _Memory] = {}
 
     def readings(self, view: AgentView, now: float, *, fresh: bool = True) -> Iterator[Reading]:
@@ -99,7 +106,7 @@ class PoolFeed:
 
     def _reading(self, id: str, sample: PoolSample, labels: dict[str, str], now: float, fresh: bool) -> Reading:
         numbers: dict[str, float | None] = dict.fromkeys(_OF_SOURCE)
-        texts = {"reason": sample.reason or sample.state}
+        texts = {"reason": sample.reason or sample.state, "disagreement": self._disagreement(id)}
         why, void = NO_SAMPLE, ""
         if fresh:
             memory = self._memory.setdefault(id, _Memory())
@@ -109,6 +116,7 @@ class PoolFeed:
             if not why and not void:
                 numbers |= _of_contents(sample)
                 numbers |= _of_counters(sample, memory, now)
+                numbers["engine_metrics_disagreement"] = self._metrics().disagreement_ratio(id)
             if not void:
                 standing = self._standing(sample)
                 consumers = self._consumers(standing)
@@ -124,6 +132,10 @@ class PoolFeed:
             void=void,
             link=self._link + quote(id, safe="") if self._link else None,
         )
+
+    def _disagreement(self, id: str) -> str:
+        joined = self._metrics().by_pool.get(id)
+        return (joined.comparison.reason if joined is not None else "") or "none"
 
     def _consumers(self, standing: PoolStanding) -> tuple[str, ...]:
         status = standing.answer.status
@@ -155,7 +167,8 @@ def _of_source(sample: PoolSample, memory: _Memory) -> dict[str, float | None]:
         "engine_gone": float(state == "gone" and not flags.closing),
         "engine_stalled": float(state == "stalled") if steps else None,
         "map_stale": float(state in ("stale", "unreadable")) if state != "gone" or ended else None,
-        "map_torn_ratio": memory.torn_ratio if state != "gone" else 0.0,
+        # A map that is torn for good is stale, which says it all.
+        "map_torn_ratio": 0.0 if state == "gone" else memory.torn_ratio if state in ("live", "sleeping") else None,
         "map_degraded": float(flags.degraded and not ended),
     }
 

@@ -33,7 +33,7 @@ NUMBERS: Final = {
     "engine_running_requests": NamedNumber(Unit.COUNT, "requests that run"),
     "engine_waiting_requests": NamedNumber(Unit.COUNT, "requests that wait"),
     "engine_metrics_disagreement": NamedNumber(
-        Unit.RATIO, "difference between the used share by the map and by the engine's own metrics"
+        Unit.RATIO, "largest difference between map and the engine's own metrics that lasts; unknown without metrics"
     ),
     # Rates, from the counters of the map
     "preemptions_per_minute": NamedNumber(Unit.PER_MINUTE, "running sequences preempted, over the last minute"),
@@ -60,6 +60,6 @@ NUMBERS: Final = {
     "agent_notifications_lost_per_minute": NamedNumber(Unit.PER_MINUTE, "messages given up for good"),
     "agent_unreadable_maps": NamedNumber(Unit.COUNT, "maps and folders that are there and cannot be read"),
 }
-TEXTS: Final = frozenset({"reason", "decision", "consumers", "sink", "unreadable"})
+TEXTS: Final = frozenset({"reason", "decision", "consumers", "disagreement", "sink", "unreadable"})
 
 CATALOGUE: Final = Catalogue(NUMBERS, frozenset((*POOL_LABELS, *AGENT_LABELS)), TEXTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from agent.alerting.evaluator import Evaluator
 from agent.alerting.feed import PoolFeed
@@ -14,6 +14,7 @@ from agent.alerting.rule_files import load_rules
 from agent.alerting.sinks import LOG, make_sinks
 from agent.compaction.driver import CompactionDriver
 from agent.config import AgentSettings
+from agent.engine_metrics.model import EngineMetricsView
 from agent.log import EventLog
 from agent.sampling.model import AgentView, Clock
 from alerts.lifecycle import LifecycleSettings
@@ -36,6 +37,7 @@ class Alerting:
         store: Store,
         driver: CompactionDriver,
         *,
+        metrics: Callable[[], EngineMetricsView] = EngineMetricsView,
         clock: Clock | None = None,
         interval_seconds: float = 1.0,
         pool_page: str = "",
@@ -51,7 +53,7 @@ class Alerting:
         self.evaluator = Evaluator(
             rules,
             store,
-            PoolFeed(driver.standing, consumers=driver.settings.consumers, link=pool_page),
+            PoolFeed(driver.standing, consumers=driver.settings.consumers, metrics=metrics, link=pool_page),
             OwnFeed(agent_name or socket.gethostname(), interval_seconds, self._deliveries, link=list_page or None),
             settings=LifecycleSettings(runbook_base=runbook),
             clock=clock,
@@ -59,8 +61,16 @@ class Alerting:
         self._thread = threading.Thread(target=self.evaluator.run, name="alerting", daemon=True)
 
     @classmethod
-    def from_settings(cls, settings: AgentSettings, driver: CompactionDriver, address: str, clock: Clock) -> Alerting:
-        """As the settings say; `address` is the agent's own. Raises SettingsError."""
+    def from_settings(
+        cls,
+        settings: AgentSettings,
+        driver: CompactionDriver,
+        address: str,
+        clock: Clock,
+        metrics: Callable[[], EngineMetricsView] = EngineMetricsView,
+    ) -> Alerting:
+        """As the settings say; `address` is the agent's own, `metrics` what engines say of themselves. Raises
+        SettingsError."""
         rules = load_rules(settings.alert_rules)
         sinks = make_sinks(settings)
         names = [sink.name for sink in sinks]
@@ -78,6 +88,7 @@ class Alerting:
             sinks,
             store,
             driver,
+            metrics=metrics,
             clock=clock,
             interval_seconds=settings.interval_seconds,
             pool_page=f"{page}/?pool=" if page else f"{address}/v1/engines/",

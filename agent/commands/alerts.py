@@ -33,7 +33,7 @@ def check(file: Annotated[Path, typer.Argument(help="A rules file, YAML.")], as_
 
 
 @alerts_app.command(name="test")
-def test_(
+def try_(
     sink: Annotated[str, typer.Argument(help="slack, alertmanager, webhook or log.")],
     config: Annotated[Path | None, typer.Option(envvar="KVATLAS_CONFIG", help="Settings file of the agent.")] = None,
     as_json: Json = False,
