@@ -96,7 +96,8 @@ class CompactionDriver:
 
     def _decide(self, sample: PoolSample) -> None:
         pool = self._record_of(sample)
-        policy = self._off if self.settings.scope.why_not(sample.identity) else self._policy
+        why_not = self.settings.scope.why_not(sample.identity)
+        policy = self._off if why_not else self._policy
         now, now_unix = self._clock.monotonic(), self._clock.wall()
         with self._lock:
             # What was published before the end of a run says nothing about what the run left.
@@ -109,6 +110,8 @@ class CompactionDriver:
             if pool.state is not state:  # somebody's run has ended in between: the next sample will tell
                 return
             pool.state, verdict = policy.decide(state, seen, now)
+            if why_not and verdict.decision is Decision.HOLD_OFF:
+                verdict = replace(verdict, reason=why_not)  # nobody switched anything off: say who may switch it on
             pool.seen = seen
             news = pool.take_verdict(verdict, now_unix)
             if verdict.decision is Decision.COMPACT:

@@ -37,8 +37,13 @@ class Scope:
         if self.kinds is None or identity.kind in self.kinds or identity.engine_id in self.engines:
             return ""
         if not self.kinds and not self.engines:
-            return "the setting compaction is off"
-        return f"engine {identity.engine_id!r} of kind {identity.kind!r} is not among those of the setting compaction"
+            return "this agent was told to leave every engine alone (setting compaction: off)"
+        which = ", ".join(sorted(self.engines)) or "those of our own kind, reference"
+        return (
+            f"this agent may act on {which} alone (setting compaction); engine {identity.engine_id!r} of kind"
+            f" {identity.kind!r} is not among them. Naming it there lets the agent act as far as the engine was started"
+            " to allow it"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class ScraperSettings:
     """How often; times in seconds."""
 
     interval_seconds: float = 5.0  # between two questions to one address
-    most_backoff_seconds: float = 60.0  # where it gives no answer
+    most_backoff_seconds: float = 30.0  # where it gives no answer
     keep_seconds: float = 300.0  # that the last good answer is shown
     map_interval_seconds: float = 1.0  # between samples of the maps
 
@@ -92,6 +92,7 @@ class MetricsScraper:
         self._pairs: dict[str, _Pair] = {}
         self._points: Mapping[str, deque[MapPoint]] = {}  # replaced as a whole; a deque is the sampler's thread's
         self._view = EngineMetricsView(tuple(one.reading for one in self._addresses))
+        self._live: frozenset[str] = frozenset()
         self._news = threading.Event()
         self._stopping = False
 
@@ -139,6 +140,7 @@ class MetricsScraper:
             if not address.asking and now >= address.due:
                 address.asking = self._crew.start(self._question(address), "engine-metrics")
         samples = self._samples().samples
+        self._hasten(samples, now)
         readings = tuple(self._aged(one.reading, now_unix) for one in self._addresses)
         matches, unmapped = join(readings, samples)
         self._follow(matches)
@@ -197,6 +199,15 @@ class MetricsScraper:
         fault = address.reading.fault or ("several processes answer" if address.reading.several_writers else "ok")
         level = logging.INFO if fault == "ok" else logging.WARNING
         self._log.on_change("engine metrics", reading.source.name, fault, level=level, quiet_first="ok")
+
+    def _hasten(self, samples: Mapping[str, PoolSample], now: float) -> None:
+        """An engine has just shown its map: its metrics, asked for in vain until now, may be there too."""
+        live = frozenset(id for id, sample in samples.items() if sample.state == "live")
+        if live - self._live:
+            for address in self._addresses:
+                if not address.reading.up:
+                    address.failures_in_a_row, address.due = 0, now
+        self._live = live
 
     def _aged(self, reading: SourceReading, now_unix: float) -> SourceReading:
         """Without what was last said too long ago."""

@@ -151,7 +151,9 @@ def test_engines_of_others_are_left_alone_until_they_are_named(start_pool: Start
     assert decisions(watching, pool.id) == [Decision.HOLD_OFF]
     standing = watching.driver.standing(watching.sample(pool.id))
     assert standing.answer.error == "the engine was not asked yet"
-    assert "'theirs' of kind 'vllm' is not among those" in standing.why_not
+    assert "'theirs' of kind 'vllm' is not among them" in standing.why_not
+    assert standing.verdicts[-1].decision is Decision.HOLD_OFF
+    assert standing.verdicts[-1].reason == standing.why_not
     named = watch(DriverSettings(scope=Scope.parse("other, theirs"), policy=PolicySettings(for_seconds=1)))
     named.until(pool.id, Decision.COMPACT)
 
