@@ -265,7 +265,7 @@ def test_through_the_client_of_a_real_agent(
     assert (state.decision, state.automatic, state.automatic_reason) == (
         "hold_off",
         False,
-        "the setting compaction is off",
+        "this agent was told to leave every engine alone (setting compaction: off)",
     )
     assert state.plan is not None
     assert client.compact(pool.id, wire.CompactionOrder(max_moves=4)).moved_blocks <= 4
