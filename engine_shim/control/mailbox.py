@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from engine_shim.control.messages import ControlReply, ControlRequest, MovingRequest
+from engine_shim.control.messages import ControlReply, ControlRequest, MovingRequest, TurnOffRequest
 from engine_shim.control.peer import Peer
 
 MAX_QUEUED = 16
@@ -53,7 +53,7 @@ class ControlMailbox:
         return bool(self._urgent) or bool(self._waiting)
 
     def take(self) -> ControlTicket | None:
-        """The next request, now the caller's to answer: the kill switch first, all others in order."""
+        """The next request, now the caller's to answer: the kill switches first, all others in order."""
         for queue in (self._urgent, self._waiting):
             while queue:
                 try:
@@ -84,7 +84,8 @@ class ControlMailbox:
         """Queue a request and wake the engine; False where too many wait already."""
         if len(self._urgent) + len(self._waiting) >= self._max_queued:
             return False
-        (self._urgent if isinstance(ticket.request, MovingRequest) else self._waiting).append(ticket)
+        urgent = isinstance(ticket.request, MovingRequest | TurnOffRequest)
+        (self._urgent if urgent else self._waiting).append(ticket)
         if self._wake is not None:
             try:
                 self._wake()

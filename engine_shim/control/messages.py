@@ -85,7 +85,18 @@ class RelocationRequest:
     on: bool
 
 
-ControlRequest = StatusRequest | PlanRequest | CompactRequest | MovingRequest | RelocationRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnOffRequest:
+    """Takes KVAtlas out of an engine that it was plugged into, until that is started again: hooks, map and socket go.
+
+    An engine that it is a part of refuses.
+    """
+
+    op: ClassVar[str] = "turn_off"
+    reason: str = ""  # for the engine's log
+
+
+ControlRequest = StatusRequest | PlanRequest | CompactRequest | MovingRequest | RelocationRequest | TurnOffRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +354,8 @@ def _run(value: object) -> dict[str, Any]:
 _share = _number(1)
 _count = _integer()
 _REQUESTS: dict[str, type[Any]] = {
-    kind.op: kind for kind in (StatusRequest, PlanRequest, CompactRequest, MovingRequest, RelocationRequest)
+    kind.op: kind
+    for kind in (StatusRequest, PlanRequest, CompactRequest, MovingRequest, RelocationRequest, TurnOffRequest)
 }
 _REPLIES: dict[str, type[Any]] = {kind.kind: kind for kind in (RunReply, SwitchReply, StatusReply, ErrorReply)}
 _FIELDS: dict[type[Any], dict[str, Check]] = {
@@ -360,6 +372,7 @@ _FIELDS: dict[type[Any], dict[str, Check]] = {
     },
     MovingRequest: {"on": _flag},
     RelocationRequest: {"on": _flag},
+    TurnOffRequest: {"reason": _text},
     RunReply: {
         "decision": _text,
         "reason": _text,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.compaction.compactor import Compactor
 from engine_shim.compaction.run import RunSettings
 from engine_shim.control.mailbox import ControlMailbox
 from engine_shim.control.server import ControlServer
@@ -17,7 +18,6 @@ from engine_shim.errors import SettingsError
 from engine_shim.observer import NO_OBSERVER, PoolObserver
 from engine_shim.pool.block_pool import BlockPool
 from engine_shim.reference.clock import Clock, RealClock
-from engine_shim.reference.compactor import Compactor
 from engine_shim.reference.content import PatternContent, Runner, Work
 from engine_shim.reference.control_desk import ControlDesk
 from engine_shim.reference.elastic import ElasticConsumer, ElasticPages

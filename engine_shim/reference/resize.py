@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from engine_shim.compaction.compactor import Compactor
 from engine_shim.compaction.report import CompactionReport, Outcome
 from engine_shim.compaction.run import RunSettings
 from engine_shim.compaction.tail_plan import plan_tail
@@ -22,7 +23,6 @@ from engine_shim.errors import ControlRefused, SettingsError
 from engine_shim.layout import BlockState
 from engine_shim.pool.block_pool import BlockPool
 from engine_shim.pool.pool_moves import PoolMoves
-from engine_shim.reference.compactor import Compactor
 from engine_shim.reference.sequence import Sequence
 
 log = logging.getLogger(__name__)

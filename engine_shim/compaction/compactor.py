@@ -1,4 +1,4 @@
-"""Drives compaction in the reference engine: one run at a time, a slice of it at each step boundary."""
+"""Drives compaction in an engine: one run at a time, a slice of it at each step boundary."""
 
 from __future__ import annotations
 
