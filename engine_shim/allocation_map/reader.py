@@ -5,10 +5,11 @@ Reads go through `preadv`, so that a file cut short is an error here and not a S
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +34,7 @@ from engine_shim.snapshot import (
 )
 
 _NEVER = np.uint64(2**64 - 1)  # no segment word: words are even when at rest
+_ALIGNMENT = 64  # bytes: a cache line, and more than any column's item
 _COLUMN_TRIES = 20
 _OWNER_FIELDS = ["owner", "blocks", "tokens", "first_seen_unix_ns", "request_id", "lora", "cache_salt"]
 
@@ -255,7 +257,7 @@ class MapReader:
         )
 
     def _snapshot(self, live: np.void, owners: NDArray[Any], histograms: NDArray[Any]) -> MapSnapshot:
-        columns = {name: _frozen(column) for name, column in self._columns.items()}
+        columns = _frozen({"state": self._states, **self._columns})
         return MapSnapshot(
             path=str(self.path),
             identity=identity_of(self._map.header, live),
@@ -268,7 +270,7 @@ class MapReader:
             waiting_requests=int(live["waiting_requests"]),
             state_counts=tuple(live["state_counts"].tolist()),
             counters=MappingProxyType(dict(zip(COUNTERS, live["counters"].tolist(), strict=False))),
-            states=_frozen(self._states),
+            states=columns["state"],
             references=columns.get("references"),
             tokens=columns.get("tokens"),
             owner=columns.get("owner"),
@@ -305,10 +307,24 @@ def _owners(rows: NDArray[Any]) -> tuple[OwnerEntry, ...]:
     )
 
 
-def _frozen(column: NDArray[Any]) -> NDArray[Any]:
-    copy = column.copy()
-    copy.flags.writeable = False
-    return copy
+def _frozen(columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Read-only copies, all in pages of their own that go back to the system with the last of them.
+
+    Samples outlive the work between them: on the heap they would end up strewn between shorter-lived arrays, and the
+    heap of an agent that samples each second would grow for minutes before it finds a shape that holds them.
+    """
+    starts, size = {}, 0
+    for name, column in columns.items():
+        starts[name] = size
+        size += -(-column.nbytes // _ALIGNMENT) * _ALIGNMENT
+    room = mmap.mmap(-1, max(size, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    copies = {}
+    for name, column in columns.items():
+        copy = np.frombuffer(room, column.dtype, len(column), starts[name])
+        copy[:] = column
+        copy.flags.writeable = False
+        copies[name] = copy
+    return copies
 
 
 def _flags(live: np.void) -> MapFlags:
