@@ -1,0 +1,204 @@
+"""Delivery against a plain model: whatever fires, fails and is killed, every firing is told, in order, and once."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alerts.backoff import Backoff
+from alerts.courier import Courier
+from alerts.grouping import Cadence
+from alerts.model import Alert, Change, ChangeKind, Severity
+from alerts.notice import Notice
+from alerts.outbox import Delta, Outbox
+from alerts.sinks.base import Outcome, Permanent, Reason, Retry, Sent, Shrink
+from alerts.store import Store
+from tests.alerts.conftest import TurnedClock, make_alert
+
+# Where there is one, a file system that need not wait for a disk: thousands of commits are made here.
+MEMORY = next((folder for folder in ("/dev/shm",) if os.access(folder, os.W_OK)), None)
+NAMES = ("a", "b", "c", "d")
+
+
+class Killed(BaseException):
+    """The process ended, after the receiver took the message and before that was recorded."""
+
+
+class ModelSink:
+    """Delivers, or fails as it is told to, and knows what people would have read."""
+
+    name = "model"
+
+    def __init__(self, cadence: Cadence) -> None:
+        self.cadence = cadence
+        self.outcomes: list[Outcome | None] = []  # None: killed just after it was delivered
+        self.told: Counter[str] = Counter()  # firings, by fingerprint
+        self.counted = 0
+        self.firing: set[str] = set()
+        self.untimely: list[str] = []
+        self.kills = 0
+        self.in_doubt = 0  # firings of messages that were delivered and not recorded
+        self.messages: list[Notice] = []
+
+    def send(self, notice: Notice, *, plain: bool = False) -> Outcome:
+        outcome = self.outcomes.pop(0) if self.outcomes else Sent()
+        if outcome is None or isinstance(outcome, Sent):
+            self._deliver(notice)
+        if outcome is None:
+            self.kills += 1
+            self.in_doubt += sum(entry.firings for entry in notice.entries) + sum(notice.counted.values())
+            raise Killed
+        return outcome
+
+    def _deliver(self, notice: Notice) -> None:
+        self.messages.append(notice)
+        self.counted += sum(notice.counted.values())
+        for entry in notice.entries:
+            fingerprint = entry.alert.fingerprint
+            if entry.over and not entry.firings and fingerprint not in self.firing and not self.kills:
+                self.untimely.append(fingerprint)
+            self.told[fingerprint] += entry.firings
+            (self.firing.discard if entry.over else self.firing.add)(fingerprint)
+
+
+class World:
+    """Alerts that fire and are over, and a courier that may be killed and started anew."""
+
+    def __init__(self, path: Path, cadence: Cadence) -> None:
+        self.clock = TurnedClock()
+        self.sink = ModelSink(cadence)
+        self.fired: Counter[str] = Counter()
+        self.open: dict[str, Alert] = {}
+        self._path = path
+        self.start()
+
+    def start(self) -> None:
+        self.store = Store(self._path, ["model"], clock=self.clock)
+        self.courier = Courier(self.store, self.sink, self.clock, backoff=Backoff(), random=Random(1))
+
+    def restart(self) -> None:
+        self.store.close()
+        self.start()
+
+    def change(self, name: str, kind: ChangeKind) -> None:
+        """What cannot be of an alert as it stands is left out."""
+        if kind is ChangeKind.FIRED:
+            if name in self.open:
+                return
+            self.fired[name] += 1
+            self.open[name] = replace(make_alert(name, episode=self.fired[name]), fingerprint=name)
+        elif name not in self.open:
+            return
+        if kind is ChangeKind.ESCALATED:
+            self.open[name] = replace(self.open[name], severity=Severity.CRITICAL)
+        alert = self.open.pop(name) if kind is ChangeKind.RESOLVED else self.open[name]
+        if kind is ChangeKind.RESOLVED:
+            alert = replace(alert, ended_at=self.clock.wall())
+        self.store.commit({name: kind.value}, [Change(0, kind, alert, self.clock.wall())])
+
+    def step(self) -> float | None:
+        try:
+            return self.courier.step()
+        except Killed:
+            self.restart()
+            return self.clock.monotonic()
+
+    def drain(self) -> None:
+        """Let a receiver that has recovered be told everything."""
+        self.sink.outcomes.clear()
+        for _ in range(200):
+            if (at := self.step()) is None:
+                return
+            self.clock.turn(max(0.0, at - self.clock.monotonic()))
+        raise AssertionError("it does not come to rest")
+
+
+@contextmanager
+def world(cadence: Cadence) -> Iterator[World]:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        made = World(Path(folder) / "alerts.sqlite", cadence)
+        yield made
+        made.store.close()
+
+
+changes = st.tuples(st.sampled_from(NAMES), st.sampled_from([*ChangeKind, ChangeKind.FIRED, ChangeKind.RESOLVED]))
+outcomes = st.sampled_from([Sent(), Sent(), Retry(Reason.TIMEOUT), Retry(Reason.RATE_LIMITED, 30.0), None])
+refusals = st.sampled_from([Shrink(Reason.INVALID_MESSAGE), Permanent(Reason.INVALID_MESSAGE), Permanent(Reason.GONE)])
+actions = st.lists(
+    st.one_of(changes, changes, st.sampled_from([0.1, 0.6, 5.0, 61.0]), outcomes, st.just("restart")), max_size=40
+)
+cadences = st.sampled_from(
+    [Cadence(), Cadence.at_once(), Cadence(most_changes=2), Cadence(collect_seconds=0.0, group_seconds=5.0)]
+)
+
+
+def play(made: World, script: list[object]) -> None:
+    for action in script:
+        if isinstance(action, tuple):
+            made.change(*action)
+        elif isinstance(action, float):
+            made.clock.turn(action)
+        elif action == "restart":
+            made.restart()
+        elif action is None or isinstance(action, (Sent, Retry, Shrink, Permanent)):
+            made.sink.outcomes.append(action)
+        made.step()
+
+
+@given(actions, cadences)
+@settings(max_examples=80, deadline=None)
+def test_every_firing_is_told_and_ends_as_it_is(script: list[object], cadence: Cadence) -> None:
+    with world(cadence) as made:
+        play(made, script)
+        made.drain()
+        sink = made.sink
+        assert sink.firing == set(made.open)
+        assert not sink.untimely
+        assert not sink.counted
+        twice = sum((sink.told - made.fired).values())
+        assert not made.fired - sink.told
+        assert twice <= sink.in_doubt
+        backlog = made.store.backlog("model")
+        assert not backlog.waiting
+        assert set(backlog.told) == set(made.open)
+
+
+@given(st.lists(st.one_of(changes, changes, st.sampled_from([0.6, 61.0, 3601.0]), refusals, st.just("restart"))))
+@settings(max_examples=60, deadline=None)
+def test_what_was_refused_for_good_is_counted_later(script: list[object]) -> None:
+    with world(Cadence()) as made:
+        play(made, script)
+        made.sink.outcomes.clear()
+        made.change("a", ChangeKind.RESOLVED)
+        made.change("a", ChangeKind.FIRED)  # so that there is something to tell
+        made.drain()
+        assert sum(made.sink.told.values()) + made.sink.counted == sum(made.fired.values())
+        assert made.sink.firing >= {"a"}
+
+
+def test_the_model_notices_a_lost_firing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: an outbox that forgets a change must not pass."""
+    put = Outbox.put
+    taken: list[object] = []
+
+    def forget_the_first(outbox: Outbox, one: object) -> object:
+        if not taken:
+            taken.append(one)
+            return Delta()
+        return put(outbox, one)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Outbox, "put", forget_the_first)
+    with world(Cadence()) as made:
+        made.change("a", ChangeKind.FIRED)
+        made.drain()
+        assert made.fired - made.sink.told
