@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -23,10 +22,8 @@ from alerts.notice import Notice
 from alerts.outbox import Delta, Outbox
 from alerts.sinks.base import Outcome, Permanent, Reason, Retry, Sent, Shrink
 from alerts.store import Store
-from tests.alerts.conftest import TurnedClock, make_alert
+from tests.alerts.conftest import MEMORY, TurnedClock, make_alert
 
-# Where there is one, a file system that need not wait for a disk: thousands of commits are made here.
-MEMORY = next((folder for folder in ("/dev/shm",) if os.access(folder, os.W_OK)), None)
 NAMES = ("a", "b", "c", "d")
 
 
