@@ -195,13 +195,13 @@ def gains(geometry: str) -> dict[str, Any]:
     load = Load(engine, seed=2)
     Window(load, 500, moving=False)
     assert engine.elastic is not None
-    before = transfer_cost(engine.scheduler.running, len(engine.cache.tensors))
+    before = transfer_cost(engine.scheduler.running)
     held = engine.elastic.resident_bytes()
     reports: list[CompactionReport] = []
     engine.compaction.start(RunSettings(target=0.02), done=reports.append)
     while engine.compaction.active:
         engine.compaction.step()
-    after = transfer_cost(engine.scheduler.running, len(engine.cache.tensors))
+    after = transfer_cost(engine.scheduler.running)
     realised = held - engine.elastic.resident_bytes()
     mismatches = engine.verify_all()
     engine.close()
@@ -217,8 +217,8 @@ def gains(geometry: str) -> dict[str, Any]:
         "realised_share": realised / predicted if predicted else None,
         "runs_per_sequence_before": before.runs_per_sequence,
         "runs_per_sequence_after": after.runs_per_sequence,
-        "descriptors_before": before.descriptors,
-        "descriptors_after": after.descriptors,
+        "descriptors_before": before.runs,
+        "descriptors_after": after.runs,
         "mismatches": len(mismatches),
     }
 

@@ -11,12 +11,11 @@ from engine_shim.runs import count_runs
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """A descriptor is one contiguous piece of memory: a run of blocks in one tensor."""
+    """A run is one contiguous piece of memory: a descriptor of a transfer."""
 
     sequences: int
     blocks: int
     runs: int
-    descriptors: int
 
     @property
     def runs_per_sequence(self) -> float | None:
@@ -24,8 +23,7 @@ class TransferCost:
         return self.runs / self.sequences if self.sequences else None
 
 
-def transfer_cost(sequences: Iterable[Sequence], tensors: int) -> TransferCost:
-    """Cost of sending all of these, each whole, from a cache of so many tensors."""
+def transfer_cost(sequences: Iterable[Sequence]) -> TransferCost:
+    """Cost of sending all of these, each whole."""
     tables = [sequence.table.tolist() for sequence in sequences if sequence.table]
-    runs = sum(map(count_runs, tables))
-    return TransferCost(len(tables), sum(map(len, tables)), runs, runs * tensors)
+    return TransferCost(len(tables), sum(map(len, tables)), sum(map(count_runs, tables)))

@@ -97,9 +97,10 @@ class PatternContent:
         # Bits are moved and compared, not numbers: eight bytes at a time where a row has them, which is faster.
         self._word = torch.int64 if width * cache.dtype.itemsize % 8 == 0 else torch.uint8
         self._base: Tensor = base.to(cache.dtype).view(self._word).to(cache.device)
+        self._tensors = len(cache.tensors)
         # One odd multiplier a tensor: the top bits of key * multiplier pick the row.
         with np.errstate(over="ignore"):
-            self._multipliers = mix(np.arange(1, len(cache.tensors) + 1, dtype=np.uint64) * GOLDEN) | np.uint64(1)
+            self._multipliers = mix(np.arange(1, self._tensors + 1, dtype=np.uint64) * GOLDEN) | np.uint64(1)
         # What each block must hold once it is in the prefix cache. Follows what copies were meant to do, so that a
         # copy that was not done, or done wrong, shows.
         self._cached_keys = np.zeros((cache.num_blocks, cache.block_tokens), dtype=np.uint64)
@@ -130,8 +131,8 @@ class PatternContent:
     def write(self, slots: NDArray[np.int64], keys: NDArray[np.uint64]) -> None:
         """Write the rows of `keys` to `slots`, in each tensor of the cache."""
         where = torch.from_numpy(slots).to(self.cache.device)
-        for index, tensor in enumerate(self.cache.tensors):
-            self._rows(tensor).index_copy_(0, where, self._expected(keys, index))
+        for index in range(self._tensors):
+            self._rows(index).index_copy_(0, where, self._expected(keys, index))
 
     def differing(self, slots: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Which of `slots` do not hold the rows of `keys`, bit for bit, in some tensor."""
@@ -142,8 +143,8 @@ class PatternContent:
             )
         where = torch.from_numpy(slots).to(self.cache.device)
         wrong = torch.zeros(len(slots), dtype=torch.bool, device=self.cache.device)
-        for index, tensor in enumerate(self.cache.tensors):
-            held = self._rows(tensor).index_select(0, where)
+        for index in range(self._tensors):
+            held = self._rows(index).index_select(0, where)
             wrong |= (held != self._expected(keys, index)).any(dim=1)
         return np.asarray(wrong.cpu().numpy())
 
@@ -161,17 +162,16 @@ class PatternContent:
         """Compare blocks of the prefix cache with what they held when they went there."""
         if not blocks:
             return []
-        size = self.cache.block_tokens
-        slots = np.asarray(blocks, dtype=np.int64)[:, None] * size + np.arange(size)
-        wrong = np.flatnonzero(self.differing(slots.reshape(-1), self._cached_keys[list(blocks)].reshape(-1)))
-        return _by_block(wrong, blocks, size, "")
+        slots = self.cache.block_slots(np.asarray(blocks, dtype=np.int64)).reshape(-1)
+        wrong = np.flatnonzero(self.differing(slots, self._cached_keys[list(blocks)].reshape(-1)))
+        return _by_block(wrong, blocks, self.cache.block_tokens, "")
 
     def verify_all(self, sequences: Items[Sequence], cached_blocks: Items[int]) -> list[Mismatch]:
         """Every computed token of the given sequences and every given cached block; returns what differs."""
         found = [mismatch for sequence in sequences for mismatch in self.verify_sequence(sequence)]
         return found + self.verify_cached(cached_blocks)
 
-    def _rows(self, tensor: Tensor) -> Tensor:
+    def _rows(self, tensor: int) -> Tensor:
         return self.cache.rows(tensor).view(self._word)
 
     def _expected(self, keys: NDArray[np.uint64], index: int) -> Tensor:

@@ -122,14 +122,14 @@ class PagedMemory:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         cache = self._cache
-        for tensor, new in ((cache.keys[layer], keys), (cache.values[layer], values)):
+        for tensor, new in ((2 * layer, keys), (2 * layer + 1, values)):
             cache.rows(tensor).index_copy_(0, self._new, new.reshape(len(new), -1).to(cache.dtype))
 
     def read(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
         cache, slots = self._cache, self._all[index]
         shape = (len(slots), cache.geometry.kv_heads, cache.geometry.head_dim)
-        keys = cache.rows(cache.keys[layer]).index_select(0, slots).view(shape)
-        return keys, cache.rows(cache.values[layer]).index_select(0, slots).view(shape)
+        keys = cache.rows(2 * layer).index_select(0, slots).view(shape)
+        return keys, cache.rows(2 * layer + 1).index_select(0, slots).view(shape)
 
     def _tensor(self, slots: Items[NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate(slots)).to(self._cache.device)

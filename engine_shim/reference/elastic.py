@@ -1,12 +1,13 @@
 """The consumer *elastic*: whole pages of the KV memory that hold only free blocks go back to the host.
 
-On the CPU the tensors lie in one private anonymous mapping. The kernel drops the pages that `madvise`
+On the CPU the cache lies in one private anonymous mapping, block after block. The kernel drops the pages that `madvise`
 names at once, and gives zeroed ones where they are written again; a block is taken again before it is written, so that
 the books say what the host really holds.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import time
 from collections.abc import Callable, Iterable
@@ -26,12 +27,12 @@ from engine_shim.pool.pool_moves import PoolMoves
 from engine_shim.reference.kv_cache import KVCache
 from engine_shim.runs import find_runs
 
-_SLAB_BYTES = 4 << 20  # looked at and returned between two looks at the clock, over all tensors
+_SLAB_BYTES, _SLAB_BLOCKS = 4 << 20, 512  # looked at and returned, at most, between two looks at the clock
 _SMAPS = Path("/proc/self/smaps")
 
 
 class ElasticPages:
-    """Which pages of a cache the host holds. The same pages of every tensor go and come together.
+    """Which pages of a cache the host holds.
 
     SettingsError where the memory is not the host's.
     """
@@ -45,80 +46,75 @@ class ElasticPages:
         with suppress(OSError):  # else a page that is written again could bring its neighbours along
             cache.memory.madvise(mmap.MADV_NOHUGEPAGE)
         self._cache, self._memory = cache, cache.memory
-        self._page_set_bytes = mmap.PAGESIZE * len(cache.tensors)  # one page of every tensor
-        self._row_bytes = cache.block_bytes // len(cache.tensors)
-        self._tensor_bytes = self._row_bytes * cache.num_blocks
-        count = -(-self._tensor_bytes // mmap.PAGESIZE)
-        starts = np.arange(count) * mmap.PAGESIZE
-        ends = np.minimum(starts + mmap.PAGESIZE, self._tensor_bytes)
-        self._first_block = starts // self._row_bytes
-        self._past_block = -(-ends // self._row_bytes)
-        self._away = np.zeros(count, np.bool_)
+        self._block_bytes = cache.block_bytes
+        self._away = np.zeros(-(-cache.nbytes // mmap.PAGESIZE), np.bool_)
+        self._pages_away = 0
         self.given_back_bytes = 0  # in all
         self.taken_again_bytes = 0
 
     @property
     def away_bytes(self) -> int:
         """What the host does not hold now."""
-        return int(np.count_nonzero(self._away)) * self._page_set_bytes
+        return self._pages_away * mmap.PAGESIZE
 
     @property
     def slab_blocks(self) -> int:
-        """Blocks that make about one slab."""
-        return max(1, _SLAB_BYTES // self._cache.block_bytes)
-
-    @property
-    def straddle_blocks(self) -> int:
-        """Blocks behind a place that may share a page with those before it."""
-        return -(-mmap.PAGESIZE // self._row_bytes)
+        """Blocks to look at in one go: some MiB, or as few as begin and end with a page."""
+        whole = mmap.PAGESIZE // math.gcd(self._block_bytes, mmap.PAGESIZE)
+        return whole * max(1, min(_SLAB_BYTES // self._block_bytes, _SLAB_BLOCKS) // whole)
 
     def predict(self, start: int, free: NDArray[np.bool_]) -> int:
         """Bytes that giving back the free ones of the blocks from `start` on (a mask) would return."""
-        return int(np.count_nonzero(self._pages_within(start, free)[1])) * self._page_set_bytes
+        here = (
+            last - first - int(np.count_nonzero(self._away[first:last])) for first, last in self._within(start, free)
+        )
+        return sum(here) * mmap.PAGESIZE
 
     def give_back(self, start: int, free: NDArray[np.bool_]) -> int:
-        """Return every page that holds only blocks of the mask, and none that was away; the bytes."""
-        first, pages = self._pages_within(start, free)
-        starts, lengths = find_runs(pages)
-        for tensor in range(len(self._cache.tensors)):
-            offset = tensor * self._cache.tensor_stride + first * mmap.PAGESIZE
-            for page, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-                self._memory.madvise(mmap.MADV_DONTNEED, offset + page * mmap.PAGESIZE, length * mmap.PAGESIZE)
-        self._away[first : first + pages.size] |= pages
-        returned = int(lengths.sum()) * self._page_set_bytes
+        """Return every page that holds only blocks of the mask; the bytes, without those that were away."""
+        returned = 0
+        for first, last in self._within(start, free):
+            here = last - first - int(np.count_nonzero(self._away[first:last]))
+            if here:
+                self._memory.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+                self._away[first:last] = True
+                self._pages_away += here
+                returned += here * mmap.PAGESIZE
         self.given_back_bytes += returned
         return returned
 
     def take(self, blocks: Iterable[int]) -> None:
         """These blocks are about to be written: their pages are the host's from now on."""
-        if not self._away.any():
+        if not self._pages_away:
             return
-        written = np.zeros(self._cache.num_blocks + 1, np.bool_)
-        written[np.fromiter(blocks, np.int64)] = True
-        before = np.concatenate(([0], np.cumsum(written)))
-        back = self._away & (before[self._past_block] != before[self._first_block])
-        self._away &= ~back
-        self.taken_again_bytes += int(np.count_nonzero(back)) * self._page_set_bytes
+        written = np.fromiter(blocks, np.int64)
+        firsts = written * self._block_bytes // mmap.PAGESIZE
+        counts = -(-(written + 1) * self._block_bytes // mmap.PAGESIZE) - firsts
+        ends = np.cumsum(counts)
+        pages = np.arange(counts.sum()) + np.repeat(firsts - (ends - counts), counts)
+        back = np.unique(pages[self._away[pages]])  # neighbours share pages
+        self._away[back] = False
+        self._pages_away -= back.size
+        self.taken_again_bytes += back.size * mmap.PAGESIZE
 
     def resident_bytes(self) -> int:
         """What the kernel says of the mapping in smaps (Rss)."""
-        start = int(self._cache.tensors[0].data_ptr())
+        start = self._cache.blocks.data_ptr()
         return resident_bytes(start, start + len(self._memory))
 
-    def _pages_within(self, start: int, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
-        """The first page that lies within the blocks from `start` on, and a mask: which are all free, and here."""
-        stop = start + free.size
-        first = -(-start * self._row_bytes // mmap.PAGESIZE)
-        past = self._away.size if stop == self._cache.num_blocks else stop * self._row_bytes // mmap.PAGESIZE
-        taken_before = np.concatenate(([0], np.cumsum(~free)))
-        pages = slice(first, max(first, past))
-        taken = taken_before[self._past_block[pages] - start] - taken_before[self._first_block[pages] - start]
-        within: NDArray[np.bool_] = (taken == 0) & ~self._away[pages]
-        return first, within
+    def _within(self, start: int, free: NDArray[np.bool_]) -> Iterable[tuple[int, int]]:
+        """First and one past the last page of each piece of memory that is whole pages of free blocks alone."""
+        starts, lengths = find_runs(free)
+        ends = (starts + lengths + start) * self._block_bytes
+        firsts = -(-(starts + start) * self._block_bytes // mmap.PAGESIZE)
+        # What is left of the last page belongs to nobody.
+        lasts = np.where(ends == self._cache.nbytes, self._away.size, ends // mmap.PAGESIZE)
+        whole = firsts < lasts
+        return zip(firsts[whole].tolist(), lasts[whole].tolist(), strict=True)
 
 
 class ElasticConsumer:
-    """Gives back what a run has emptied, in slices at step boundaries.
+    """Gives back what a run has emptied, in slices at step boundaries: first it is counted, then it is returned.
 
     Prefixes in the way are kept, unless `evict` is set. What allocation takes meanwhile is left alone.
     """
@@ -135,36 +131,40 @@ class ElasticConsumer:
         self.pages, self._pool, self._moves, self._evict, self._clock = pages, pool, moves, evict, clock
         self._window = Window(0, 0)
         self._next = 0
+        self._counting = False
         self._predicted = self._returned = 0
 
     def begin(self, plan: MovePlan | None) -> None:
         self._window = plan.window if plan is not None else Window(0, 0)
-        start, length = self._window
-        states = self._pool.states()[start : start + length]
-        free = states <= BlockState.CACHED if self._evict else states == BlockState.FREE
-        self._predicted = self.pages.predict(start, free)
-        self._returned = 0
-        self._next = start
+        self._predicted = self._returned = 0
+        self._next, self._counting = self._window.start, True
 
     def step(self, deadline: float) -> bool:
         start, length = self._window
-        end = start + length
+        end, slab = start + length, self.pages.slab_blocks
         while self._next < end:
-            stop = min(end, self._next + self.pages.slab_blocks)
-            # A page may lie across two slabs; what the one before has returned is away already.
-            first = max(start, self._next - self.pages.straddle_blocks)
+            first, stop = self._next, min(end, (self._next // slab + 1) * slab)
             states = np.fromiter(map(self._pool.state, range(first, stop)), np.uint8, stop - first)
-            if self._evict:
-                self._moves.evict((np.flatnonzero(states == BlockState.CACHED) + first).tolist())
-                states[states == BlockState.CACHED] = BlockState.FREE
-            self._returned += self.pages.give_back(first, states == BlockState.FREE)
+            if self._counting:
+                free = states <= BlockState.CACHED if self._evict else states == BlockState.FREE
+                self._predicted += self.pages.predict(first, free)
+            else:
+                self._give_back(first, states)
             self._next = stop
+            if self._counting and stop == end:
+                self._next, self._counting = start, False
             if self._clock() >= deadline:
                 break
         return self._next < end
 
     def complete(self, report: CompactionReport) -> CompactionReport:
         return replace(report, given_back_bytes_predicted=self._predicted, given_back_bytes=self._returned)
+
+    def _give_back(self, first: int, states: NDArray[np.uint8]) -> None:
+        if self._evict:
+            self._moves.evict((np.flatnonzero(states == BlockState.CACHED) + first).tolist())
+            states[states == BlockState.CACHED] = BlockState.FREE
+        self._returned += self.pages.give_back(first, states == BlockState.FREE)
 
 
 def resident_bytes(start: int, stop: int, smaps: Path = _SMAPS) -> int:

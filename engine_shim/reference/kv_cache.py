@@ -1,4 +1,4 @@
-"""The paged KV cache itself: one tensor of keys and one of values a layer, blocks first, allocated and written."""
+"""The paged KV cache itself: one storage in which a block is one contiguous row, with a view of it for each layer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def choose_device(name: str) -> torch.device:
 class KVCache:
     """Keys and values of `num_blocks` blocks; `keys[layer]` is (blocks, block_tokens, kv_heads, head_dim).
 
-    On the CPU all tensors lie in one anonymous mapping, so that a run of blocks is copied in all of them at once, and
-    whole pages can be given back to the host. All memory is touched at once: a pool that does not fit fails here and
-    not in the middle of a run.
+    All lie in one storage, `blocks`, of shape (blocks, layers, 2, block_tokens, kv_heads, head_dim): a block is one
+    row of `block_bytes`, so that copying, sending or giving back a run of blocks is one piece of memory. A layer's keys
+    are a strided view of it. On the CPU the storage is a private anonymous mapping, of which whole pages can be given
+    back to the host. All memory is touched at once: a pool that does not fit fails here and not in the middle of a run.
     """
 
     def __init__(
@@ -54,49 +55,54 @@ class KVCache:
         self.geometry, self.num_blocks, self.block_tokens = geometry, num_blocks, block_tokens
         self.dtype_name, self.dtype = dtype, DTYPES[dtype]
         self.device = device or torch.device("cpu")
-        self.memory: mmap.mmap | None = None  # on the host: all tensors, each `tensor_stride` bytes after the last
-        self.tensor_stride = 0
+        self.memory: mmap.mmap | None = None  # of the storage, where it lies on the host
         self._check_room()
-        shape = (num_blocks, block_tokens, geometry.kv_heads, geometry.head_dim)
-        planes: list[Tensor] = []
-        host: NDArray[np.uint8] | None = None
+        shape = (num_blocks, geometry.layers, 2, block_tokens, geometry.kv_heads, geometry.head_dim)
         if self.device.type == "cpu":
-            tensors, host = self._map_tensors(shape, 2 * geometry.layers)
-            self.keys, self.values = tensors[: geometry.layers], tensors[geometry.layers :]
+            self.memory = _map_memory(math.prod(shape) * self.dtype.itemsize)
+            self.blocks = torch.frombuffer(self.memory, dtype=self.dtype, count=math.prod(shape)).view(shape).zero_()
         else:
-            # Keys and values of a layer are one piece, so that moving blocks is one gather and one scatter a layer.
-            planes = [torch.zeros((2, *shape), dtype=self.dtype, device=self.device) for _ in range(geometry.layers)]
-            self.keys = [plane[0] for plane in planes]
-            self.values = [plane[1] for plane in planes]
-        self.copier = BlockCopier(planes, host, num_blocks)
+            self.blocks = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.keys = [self.blocks[:, layer, 0] for layer in range(geometry.layers)]
+        self.values = [self.blocks[:, layer, 1] for layer in range(geometry.layers)]
+        self._rows = self.blocks.view(-1, geometry.kv_heads * geometry.head_dim)
+        self.copier = BlockCopier(self.blocks, self.memory)
         self.copied_blocks = 0
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor of the cache: keys of all layers, then values of all layers."""
-        return self.keys + self.values
+        """Every tensor of the cache, as they lie in a block: the keys of a layer, its values, those of the next."""
+        return [tensor for layer in zip(self.keys, self.values, strict=True) for tensor in layer]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return self.blocks.nbytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return self.nbytes // self.num_blocks
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        """One layer's tensor as (slots, kv_heads * head_dim); slot = block * block_tokens + offset in the block."""
-        return tensor.view(self.num_blocks * self.block_tokens, -1)
+    def rows(self, tensor: int) -> Tensor:
+        """Tokens of one of `tensors`, by its index there, as rows of kv_heads * head_dim that `slots` are numbers of.
+
+        Between a block's rows of this tensor and the next block's lie those of the other tensors: it is read and
+        written by slot only.
+        """
+        return self._rows[tensor * self.block_tokens :]
 
     def slots(self, table: Sequence[int], start: int, stop: int) -> NDArray[np.int64]:
-        """Where a sequence's tokens start..stop-1 lie, through its block table."""
+        """Where a sequence's tokens start..stop-1 lie, through its block table: rows of any tensor."""
         first, last = start // self.block_tokens, -(-stop // self.block_tokens)
-        blocks = np.asarray(table[first:last], dtype=np.int64)
-        slots = blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)
+        slots = self.block_slots(np.asarray(table[first:last], dtype=np.int64))
         offset = first * self.block_tokens
         return np.asarray(slots.reshape(-1)[start - offset : stop - offset])
+
+    def block_slots(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slots of whole blocks, (blocks, block_tokens)."""
+        rows_a_block = 2 * self.geometry.layers * self.block_tokens
+        return np.asarray(blocks[:, None] * rows_a_block + np.arange(self.block_tokens))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) over all layers, as if all were read before any is written.
@@ -107,31 +113,11 @@ class KVCache:
         self.copier.copy(pairs[:, 0], pairs[:, 1])
         self.copied_blocks += len(copies)
 
-    def read_blocks(self, first: int, count: int) -> Iterable[memoryview]:
-        """The bytes of `count` neighbouring blocks, tensor by tensor, as they lie on the host."""
-        for tensor in self.tensors:
-            flat = tensor[first : first + count].contiguous().view(torch.uint8).reshape(-1).cpu()
-            yield flat.numpy().data
-
-    def _map_tensors(self, shape: tuple[int, ...], count: int) -> tuple[list[Tensor], NDArray[np.uint8]]:
-        """So many zeroed tensors of that shape in one mapping; and their bytes as (tensors, blocks, bytes)."""
-        elements = math.prod(shape)
-        size = elements * self.dtype.itemsize
-        self.tensor_stride = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Private: of a shared anonymous mapping the kernel keeps the pages that are given back.
-        memory = mmap.mmap(-1, count * self.tensor_stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory = memory
-        # A core dump need not hold gigabytes of keys; and the kernel keeps such mappings apart from other memory.
-        memory.madvise(mmap.MADV_DONTDUMP)
-        with suppress(OSError):  # a kernel without huge pages has none to give
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        offsets = range(0, count * self.tensor_stride, self.tensor_stride)
-        tensors = [
-            torch.frombuffer(memory, dtype=self.dtype, count=elements, offset=offset).view(shape).zero_()
-            for offset in offsets
-        ]
-        rows = np.frombuffer(memory, np.uint8).reshape(count, self.tensor_stride)[:, :size]
-        return tensors, rows.reshape(count, shape[0], size // shape[0])
+    def read_blocks(self, first: int, count: int) -> memoryview:
+        """The bytes of `count` neighbouring blocks on the host, block after block, as they lie; not copied there."""
+        flat = self.blocks[first : first + count].view(torch.uint8).reshape(-1).cpu()
+        data: memoryview = flat.numpy().data
+        return data
 
     def _check_room(self) -> None:
         needed = self.num_blocks * self.block_tokens * self.geometry.token_bytes(self.dtype.itemsize)
@@ -159,6 +145,16 @@ def coalesce(copies: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int, int]
         run = (source, destination, 1)
     if run is not None:
         yield run
+
+
+def _map_memory(size: int) -> mmap.mmap:
+    # Private: of a shared anonymous mapping the kernel keeps the pages that are given back.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A core dump need not hold gigabytes of keys; and the kernel keeps such mappings apart from other memory.
+    memory.madvise(mmap.MADV_DONTDUMP)
+    with suppress(OSError):  # a kernel without huge pages has none to give
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _available_host_bytes() -> int | None:

@@ -47,7 +47,7 @@ class ReferenceMover:
         self._tables = BlockTables(sequences, pool.num_blocks)
         self._refusal, self._before_write, self._recompute = refusal, before_write, recompute
         self._swapped = np.zeros((0, 2), np.int64)  # moves whose destination holds a prefix
-        self._aside: Saved = ()  # the contents of their destinations, once copied out
+        self._aside: Saved = None  # the contents of their destinations, once copied out
 
     @property
     def block_bytes(self) -> int:
@@ -84,7 +84,7 @@ class ReferenceMover:
         return moves
 
     def reserve(self, moves: Moves) -> int:
-        self._aside, self._swapped = (), self._swapped[:0]
+        self._aside, self._swapped = None, self._swapped[:0]
         try:
             cached = self.moves.reserve([(source, destination) for source, destination in moves.tolist()])
             self._swapped = moves[np.isin(moves[:, 1], np.array(cached, np.int64))]
@@ -109,7 +109,7 @@ class ReferenceMover:
         copied = [(source, destination) for source, destination in pairs]
         self.moves.commit()
         # Destinations are live from here on: whatever fails now, `abandon` must find nothing to write to them.
-        aside, self._aside, self._swapped = self._aside, (), swapped[:0]
+        aside, self._aside, self._swapped = self._aside, None, swapped[:0]
         self._tables.rename(moves)
         self._put_back(aside, swapped[:, 0])
         self._cache.copied_blocks += len(copied)
@@ -118,18 +118,18 @@ class ReferenceMover:
     def abandon(self, moves: Moves) -> None:
         self.moves.abandon()
         aside, swapped = self._aside, self._swapped
-        self._aside, self._swapped = (), swapped[:0]
+        self._aside, self._swapped = None, swapped[:0]
         self._put_back(aside, swapped[:, 1])
 
     def give_up(self, moves: Moves) -> None:
-        self._aside, self._swapped = (), self._swapped[:0]
+        self._aside, self._swapped = None, self._swapped[:0]
         blocks = frozenset(moves.ravel().tolist())
         self.moves.scrap(blocks)
         self._recompute(blocks)
 
     def _put_back(self, aside: Saved, blocks: NDArray[np.int64]) -> None:
         """Write what was set aside to `blocks`, which are cached."""
-        if not len(aside):
+        if aside is None:
             return
         try:
             self._cache.copier.restore(aside, blocks)

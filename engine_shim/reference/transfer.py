@@ -1,7 +1,8 @@
 """Finished sequences sent to a file or a peer by a thread of its own; their blocks stay pinned meanwhile.
 
-Stream: one line of JSON (`request_id`, `blocks`, `runs`, `tensors`, `block_bytes`, `dtype`, `tokens`), then for each
-run of neighbouring blocks, in the order of the sequence, the bytes of each tensor (keys of all layers, then values).
+Stream: one line of JSON (`request_id`, `blocks`, `runs`, `block_shape`, `block_bytes`, `dtype`, `tokens`), then the
+blocks in the order of the sequence, each in the order of `block_shape`: layers, keys and values, tokens, heads,
+elements. A run of neighbouring blocks is one piece of memory.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from engine_shim.reference.sequence import Sequence
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
+PIECE_BYTES = 1 << 20  # between two looks at the pace and at whether to stop
 PINNED_SHARE = 0.1  # of the usable blocks: a link slower than its load must not take the pool away from the sequences
 
 
@@ -83,7 +85,7 @@ class PeerTarget:
 
 @dataclass(frozen=True, slots=True)
 class TransferTotals:
-    """What was sent. A descriptor is one contiguous piece of memory: a run of blocks in one tensor."""
+    """What was sent. A descriptor is one contiguous piece of memory: a run of blocks."""
 
     sequences: int = 0
     failed: int = 0
@@ -200,7 +202,7 @@ class Transfers:
             "request_id": job.sequence.request_id,
             "blocks": list(job.table),
             "runs": runs,
-            "tensors": len(cache.tensors),
+            "block_shape": list(cache.blocks.shape[1:]),
             "block_bytes": cache.block_bytes,
             "dtype": cache.dtype_name,
             "tokens": job.sequence.computed,
@@ -211,30 +213,28 @@ class Transfers:
         with contextmanager(self._target.open)(job.sequence.request_id) as stream:
             stream.write(json.dumps(header).encode() + b"\n")
             for first, count in runs:
-                for piece in cache.read_blocks(first, count):
-                    if self._stopping.is_set():
-                        raise OSError("the engine is shutting down")
+                at_once = max(1, PIECE_BYTES // cache.block_bytes)
+                for start in range(first, first + count, at_once):
+                    self._require_going()
+                    piece = cache.read_blocks(start, min(at_once, first + count - start))
                     stream.write(piece)
                     sent += piece.nbytes
                     if pacer is not None:
                         pacer.sent(piece.nbytes)
         if pacer is not None:
             pacer.end()
-        return TransferTotals(1, 0, 0, len(job.table), len(runs) * len(cache.tensors), sent)
+            self._require_going()  # what a slower link would still have to send has not arrived
+        return TransferTotals(1, 0, 0, len(job.table), len(runs), sent)
+
+    def _require_going(self) -> None:
+        if self._stopping.is_set():
+            raise OSError("the engine is shutting down")
 
 
 def receive(stream: BinaryIO) -> tuple[dict[str, object], list[bytes]]:
-    """Read one sequence as a peer does: its header, and each block's bytes, tensor after tensor, in table order."""
+    """Read one sequence as a peer does: its header, and each block's bytes in table order."""
     header = json.loads(stream.readline())
-    piece_bytes = header["block_bytes"] // header["tensors"]
-    blocks: list[bytes] = []
-    for _, count in header["runs"]:
-        pieces = [[b""] * header["tensors"] for _ in range(count)]
-        for tensor in range(header["tensors"]):
-            for index in range(count):
-                pieces[index][tensor] = stream.read(piece_bytes)
-        blocks += [b"".join(of_block) for of_block in pieces]
-    return header, blocks
+    return header, [stream.read(header["block_bytes"]) for _ in header["blocks"]]
 
 
 def _sum(left: TransferTotals, right: TransferTotals) -> TransferTotals:

@@ -72,19 +72,29 @@ def test_neighbours_become_one_run() -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 64), (15, 17), (16, 32), (33, 63), (63, 64)])
 def test_slots_go_through_the_table(start: int, stop: int) -> None:
+    """In each tensor the rows at these slots are the tokens of the table's blocks."""
     cache = KVCache(TEST_GEOMETRY, 16)
     table = [9, 3, 4, 12]
+    for tensor in cache.tensors:
+        tensor.copy_(torch.arange(256).view(16, 16, 1, 1).expand_as(tensor))  # the token's number over all blocks
     wanted = [table[token // 16] * 16 + token % 16 for token in range(start, stop)]
-    assert cache.slots(table, start, stop).tolist() == wanted
+    slots = torch.from_numpy(cache.slots(table, start, stop))
+    for index in range(len(cache.tensors)):
+        assert cache.rows(index)[slots][:, 0].tolist() == wanted
+        cache.rows(index)[slots] = -1.0 - index
+    for index, tensor in enumerate(cache.tensors):
+        held = tensor.reshape(256, -1)[wanted]
+        assert bool((held == -1.0 - index).all())
 
 
 def test_blocks_are_read_as_they_lie(device: str) -> None:
     cache = KVCache(TEST_GEOMETRY, 4, device=torch.device(device))
     for index, tensor in enumerate(cache.tensors):
         tensor[2].fill_(index + 1)
-    pieces = [np.frombuffer(piece, dtype=np.float16) for piece in cache.read_blocks(2, 1)]
-    assert [set(piece.tolist()) for piece in pieces] == [{float(index + 1)} for index in range(8)]
-    assert sum(piece.nbytes for piece in pieces) == cache.block_bytes
+    read = np.frombuffer(cache.read_blocks(1, 2), dtype=np.float16).reshape(2, 8, -1)
+    assert not read[0].any()
+    assert [set(of_tensor.tolist()) for of_tensor in read[1]] == [{float(index + 1)} for index in range(8)]
+    assert read.nbytes == 2 * cache.block_bytes
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_what_to_do() -> None:

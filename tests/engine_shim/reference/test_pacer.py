@@ -103,6 +103,6 @@ def test_a_fragmented_table_is_sent_as_fast_as_a_contiguous_one(step: int) -> No
     assert done.wait(30)
     assert transfers.collect() == [sequence]
     transfers.close()
-    assert transfers.totals.descriptors == (1 if step == 1 else 32) * len(cache.tensors)
+    assert transfers.totals.descriptors == (1 if step == 1 else 32)
     assert transfers.totals.sent_bytes == 32 * cache.block_bytes
     assert clock.now == pytest.approx(10.0, abs=2 * OVERSHOOT)
