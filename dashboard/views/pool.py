@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import streamlit as st
 
 from agent.client import AgentRefused, AgentUnavailable
-from agent.wire import EngineList, EngineSummary
-from dashboard import conditions, figures, widgets
+from agent.wire import EngineList, EngineSummary, UnmappedEngine
+from dashboard import conditions, engine_metrics, figures, widgets
 from dashboard.figure_component import show_figure
 from dashboard.palette import Theme
 from dashboard.source import MAP_CELLS, REFRESH_SECONDS, client, source, timed
@@ -30,17 +30,21 @@ def show_pool(theme: Theme) -> None:
         with pause:
             _pause_switch()
         with picker:
-            chosen = _pick(listing.engines if listing else [])
+            chosen = _pick(listing.engines if listing else [], listing.unmapped if listing else [])
         engine = next((e for e in listing.engines if e.id == chosen), None) if listing else None
+        unmapped = next((e for e in listing.unmapped if e.id == chosen), None) if listing else None
         with st.container(key="banners"):
             if st.session_state.get(PAUSE_KEY):
                 st.info("**Paused.** The page shows the pool as it was when it was paused. Switch off to go on.")
-            for condition in trouble or _conditions(listing, engine, chosen):
+            for condition in trouble or _conditions(listing, engine or unmapped, chosen):
                 show_condition(condition)
             if engine is None:
                 st.html(NOTHING_BELOW)
         if listing is not None and engine is not None:
             _engine(engine, listing.agent.threshold, theme)
+        elif unmapped is not None:
+            st.html(engine_metrics.unmapped_html(unmapped))
+            st.html(widgets.tiles_html(engine_metrics.unmapped_tiles(unmapped)))
 
 
 def show_condition(condition: conditions.Condition) -> None:
@@ -64,13 +68,13 @@ def _pause_switch() -> None:
         st.rerun()  # the whole page: how often a fragment runs is decided where it is called
 
 
-def _pick(engines: Sequence[EngineSummary]) -> str | None:
+def _pick(engines: Sequence[EngineSummary], unmapped: Sequence[UnmappedEngine]) -> str | None:
     """The pool chosen before stays chosen, listed or not: an operator's choice is not ours to change."""
-    known = [engine.id for engine in engines]
+    known = [*(engine.id for engine in engines), *(engine.id for engine in unmapped)]
     chosen = st.session_state.get(POOL_KEY) or st.query_params.get(POOL_KEY)
     if chosen is None and known:
         worst = conditions.most_in_need(engines)
-        chosen = worst.id if worst else None
+        chosen = worst.id if worst else known[0]
     options = sorted({*known, chosen} if chosen else known)
     if not options:
         return None
@@ -88,18 +92,20 @@ def _pick(engines: Sequence[EngineSummary]) -> str | None:
 
 
 def _conditions(
-    listing: EngineList | None, engine: EngineSummary | None, chosen: str | None
+    listing: EngineList | None, engine: EngineSummary | UnmappedEngine | None, chosen: str | None
 ) -> list[conditions.Condition]:
     if listing is None:
         return []
     found = [conditions.unreadable_maps(listing.agent.unreadable)] if listing.agent.unreadable else []
+    if isinstance(engine, UnmappedEngine):
+        return engine_metrics.unmapped_conditions(engine) + found
     if engine is not None:
-        return conditions.conditions_of(engine) + found
+        return conditions.conditions_of(engine) + engine_metrics.disagreement(engine) + found
     return [conditions.not_listed(chosen) if chosen else conditions.no_engine(listing.agent), *found]
 
 
 def _engine(engine: EngineSummary, threshold: float, theme: Theme) -> None:
-    st.html(widgets.identity_html(engine))
+    st.html(widgets.identity_html(engine) + engine_metrics.line_html(engine))
     if not conditions.map_is_meaningful(engine):
         return
     st.html(widgets.tiles_html(widgets.tiles_of(engine, threshold)))
