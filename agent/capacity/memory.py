@@ -12,7 +12,7 @@ from agent.capacity.geometry import ModelGeometry
 
 GIB = 1 << 30
 OTHER_BYTES = GIB
-"""CUDA context, NCCL buffers and CUDA graphs of one GPU: an allowance, the first article's 1 GB. Measured by others:
+"""CUDA context, NCCL buffers and CUDA graphs of one GPU: an allowance, the 1 GB that is commonly quoted. Measured:
 0.16 to 0.2 GiB outside torch (vllm-project/vllm#12126, #14447), and 0.1 to 2.4 GiB of CUDA graphs (#7553)."""
 SAMPLER_BYTES = 40
 """Peak bytes a logit of vLLM's profiling run, fitted to one measurement: 1.26 GiB with 256 sequences, a vocabulary of

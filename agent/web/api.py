@@ -25,6 +25,7 @@ from agent.web.cells import map_cells
 from agent.web.compaction_routes import add_compaction
 from agent.web.docs_page import render_docs
 from agent.web.errors import ApiError, add_error_handlers, json_response
+from agent.web.plan_routes import add_planning
 from agent.web.security import WriteGuard
 
 MAX_CELLS = 4096
@@ -71,6 +72,7 @@ def create_app(context: ApiContext) -> FastAPI:
     _add_engines(app, context)
     may_change = require_writer(context)
     add_compaction(app, context.compaction, lambda id: _sample(context, id), may_change, context.guard)
+    add_planning(app, may_change)
     if context.alerting is not None:
         add_alerts(app, context.alerting, may_change, context.clock)
     return app

@@ -18,9 +18,9 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
 WORK = Path(sys.argv[1])
 MODELS = Path(__file__).with_name("planned_models.json")

@@ -1,4 +1,4 @@
-"""The planner against vLLM 0.32's own cache specs: bytes of a block, groups, blocks, tokens and concurrency are equal."""
+"""The planner against vLLM 0.32's own cache specs: block bytes, groups, blocks, tokens and concurrency are equal."""
 
 from __future__ import annotations
 

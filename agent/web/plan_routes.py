@@ -1,0 +1,61 @@
+"""The route of the capacity planner: a model and settings in, a plan out. It reads no files and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from pydantic import ConfigDict, Field
+
+from agent import wire
+from agent.capacity.geometry import Confidence
+from agent.capacity.reading import LayoutUnknown
+from agent.capacity.request import PlanRequest
+from agent.capacity.words import refusal, to_json
+from agent.web.errors import ApiError, json_response
+from engine_shim.errors import SettingsError
+
+ROUTE = "/v1/plan"
+
+
+class PlanAnswer(wire.WireModel):
+    """The plan, under the keys that scripts may rely on; more stand beside them, as in `kvatlas plan --json`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    schema_: str = Field(alias="schema")
+    model: str
+    attention: str | None
+    kv_bytes_per_token: int | None
+    kv_bytes_per_token_ideal: int | None
+    kv_bytes_per_block: int | None
+    state_bytes_per_sequence: int | None
+    memory: dict[str, Any] | None
+    num_blocks: int | None
+    pool_tokens: int | None
+    max_concurrent_sequences: int | None
+    fits: bool | None
+    confidence: Confidence
+    warnings: list[str]
+    arithmetic: list[str]
+    advice: list[dict[str, Any]] | None = None
+
+
+def add_planning(app: FastAPI, require_writer: Callable[[Request], Awaitable[None]]) -> None:
+    """`require_writer` raises ApiError for who may not POST."""
+
+    @app.post(ROUTE, response_model=PlanAnswer, tags=["capacity"], dependencies=[Depends(require_writer)])
+    async def plan(asked: PlanRequest) -> Response:
+        """What a model keeps in memory, what fits on given GPUs, and with `advise` what to change."""
+        try:
+            # Off the loop: advice is some twenty plans, and a config may have thousands of layers.
+            found, options = await asyncio.to_thread(asked.ask)
+        except LayoutUnknown as unknown:
+            return json_response(PlanAnswer.model_validate(refusal(asked.model or "model", str(unknown))))
+        except SettingsError as error:
+            raise ApiError(400, "bad_request", str(error), "GET /docs lists the fields of a plan") from error
+        facts = to_json(found)
+        facts["advice"] = None if options is None else [one.to_json() for one in options]
+        return json_response(PlanAnswer.model_validate(facts))
