@@ -46,7 +46,9 @@ def join(
             matches += found
             if not found:
                 unmapped.append(_unmapped(reading, engine, taken))
-    first = {match.pool_id: match for match in reversed(matches)}  # of two addresses for one pool, the first
+    first: dict[str, Match] = {}
+    for match in matches:
+        first.setdefault(match.pool_id, match)  # of two addresses for one pool
     return tuple(first.values()), tuple(unmapped)
 
 

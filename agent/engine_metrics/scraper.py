@@ -134,13 +134,13 @@ class MetricsScraper:
     def tick(self) -> EngineMetricsView:
         """Take in what came, ask what is due, compare, and publish the new view."""
         now, now_unix = self._clock.monotonic(), self._clock.wall()
+        samples = self._samples().samples
+        self._hasten(samples, now)
         for address in self._addresses:
             if address.outcome is not None:
                 self._take(address, now, now_unix)
             if not address.asking and now >= address.due:
                 address.asking = self._crew.start(self._question(address), "engine-metrics")
-        samples = self._samples().samples
-        self._hasten(samples, now)
         readings = tuple(self._aged(one.reading, now_unix) for one in self._addresses)
         matches, unmapped = join(readings, samples)
         self._follow(matches)
