@@ -79,6 +79,10 @@ def complete_app(*names: str) -> typer.Typer:
         from agent.demo.run import demo
 
         _add("demo", lambda: demo)
+    if not names or "plan" in names:
+        from agent.commands.plan import plan
+
+        _add("plan", lambda: plan)
     return app
 
 
@@ -97,6 +101,21 @@ def map_(
 
     facts = describe_map(file)
     _print(facts) if as_json else print(render_map(facts))
+
+
+@app.command()
+def allocator(
+    snapshot: Annotated[Path, typer.Argument(help="A snapshot of torch's allocator, pickle or JSON.")],
+    html: Annotated[
+        Path | None, typer.Option(envvar="KVATLAS_ALLOCATOR_HTML", help="Draw its segments into this HTML file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a snapshot of torch's allocator holds, how it is cut up, and what would give memory back."""
+    from agent.commands.allocator import describe_snapshot, render_allocator
+
+    facts = describe_snapshot(snapshot, html=html)
+    _print(facts) if as_json else print(render_allocator(facts))
 
 
 @app.command()

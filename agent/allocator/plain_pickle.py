@@ -34,11 +34,11 @@ _DANGERS = frozenset(
 class PickleLimits:
     """What is refused beyond. Passed-over parts do not count for `values`."""
 
-    values: int = 6_000_000  # members of lists and dicts, over the whole file
-    waiting: int = 4_000_000  # values on the stack at once
+    values: int = 3_000_000  # members of lists and dicts, over the whole file
+    waiting: int = 3_000_000  # values on the stack at once
     depth: int = 32  # lists in lists
     text_bytes: int = 1 << 20  # of one text; a longer one is passed over
-    memo: int = 6_000_000
+    memo: int = 3_000_000
 
 
 def load(file: BinaryIO, *, skip: Collection[str] = (), limits: PickleLimits | None = None) -> Any:
@@ -225,7 +225,9 @@ class _Machine:
         for key, value in zip(values[::2], values[1::2], strict=True):
             if not isinstance(key, str):  # others could be made to collide, a million at a time
                 raise SnapshotError(f"refused: a dict with a key of type {type(key).__name__}, which no snapshot has")
-            target[key] = value
+            # A short tuple, or a value that stands elsewhere too, was there before its key was known.
+            unread = key in self._skip and isinstance(value, list | dict | tuple)
+            target[key] = Skipped(entries=bool(value)) if unread else value
 
     def _set_item(self) -> None:
         value = self._pop()

@@ -11,6 +11,7 @@ from agent.allocator.errors import SnapshotError
 CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 4096
 MAX_KEPT_TEXT = 64  # of a text in a part that is passed over: it may be a key that the rest refers to
+MAX_KEPT_TEXTS = 65_536  # of those parts: names come first, and texts without end must not fill the memory
 _LOW_BYTES = 4096  # fewer than this left: read on, so that a whole opcode is there
 
 
@@ -109,7 +110,7 @@ class Passing:
     def __init__(self, window: Window, max_depth: int, max_memo: int) -> None:
         self._window, self._max_depth, self._max_memo = window, max_depth, max_memo
         self.memo: dict[int, Any] = {}
-        self._memoized = 0
+        self._memoized = self._texts = 0
         self._puts = False
 
     def memoize(self, value: Any) -> None:
@@ -165,13 +166,13 @@ class Passing:
                 if depth == 0:
                     return code
             elif code == 0x94:
-                if text is not None:
+                if text is not None and self._room_for_text():
                     self.memoize(text)
                 else:
                     self._memoized += 1
             elif code in b"qrp":
                 place = self.place(code)
-                if text is not None:
+                if text is not None and self._room_for_text():
                     self.put(place, text)
             elif code in _TEXTS:
                 text = self._text(window.length(_TEXTS[code]), is_text=code not in _BYTES)
@@ -187,6 +188,10 @@ class Passing:
             elif code not in b"])02":
                 raise NotPlain(code)
             text = None
+
+    def _room_for_text(self) -> bool:
+        self._texts += 1
+        return self._texts <= MAX_KEPT_TEXTS
 
     def place(self, code: int) -> int:
         """The place in the memo that an opcode that puts or gets names: on a line of its own, or in 1 or 4 bytes."""
