@@ -162,6 +162,16 @@ class PoolMoves:
         pool._policy.give_vacated(blocks)
         pool._observer.evicted(list(blocks))
 
+    def distrust(self, blocks: Collection[int]) -> None:
+        """Let nobody find these blocks any more, whose contents are not what their names say: cached ones are free
+        then, those in use keep their references, and are free when the last of those goes."""
+        pool = self._pool
+        self.evict([block for block in blocks if pool._policy.is_cached(block)])
+        named = [block for block in blocks if block in pool._prefixes.hash_of]
+        pool._prefixes.forget(named)
+        for block in named:
+            pool._settle(block)
+
     def relocate(self, copies: Pairs) -> None:
         """Let prefixes in cached blocks (first) be in free ones (second), once their contents are copied there."""
         pool = self._pool

@@ -75,6 +75,7 @@ class Report:
     prefix_hit_tokens: int
     copied_blocks: int
     relocation_copies: int  # that the policy asked for; chains of one step are copied once
+    copy_failures: int  # steps whose copies broke off
     verified_tokens: int
     mismatched_blocks: int
     seconds: float
@@ -267,6 +268,7 @@ class Engine:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             copied_blocks=self.cache.copied_blocks,
             relocation_copies=self.pool.relocation_copies,
+            copy_failures=scheduler.copy_failures,
             verified_tokens=self._verified_tokens,
             mismatched_blocks=self._mismatched,
             seconds=seconds,

@@ -6,6 +6,7 @@ is missing, the latest arrival is preempted and computed anew later; then waitin
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection
@@ -17,8 +18,13 @@ from engine_shim.observer import NO_OBSERVER, PoolObserver
 from engine_shim.pool.allocation_policy import UNLIMITED
 from engine_shim.pool.block_pool import BlockPool
 from engine_shim.pool.copy_batch import CopyBatch
+from engine_shim.pool.pool_moves import PoolMoves
 from engine_shim.reference.content import Work
 from engine_shim.reference.sequence import Sequence, Status
+
+log = logging.getLogger(__name__)
+
+MAX_REST_STEPS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class Scheduler:
     """Owns the queue, the running batch and the block tables; blocks come from `pool`.
 
     `copy` executes the block copies of one step, all read before any is written; nothing of that step is computed yet.
+    Where it raises, nobody is served what it may have left: prefixes that were to be copied are given up, sequences
+    that were to read a copy are computed anew, and relocation rests for some steps, more with each failure in a row.
     """
 
     def __init__(
@@ -56,6 +64,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        self.copy_failures = 0  # steps whose copies broke off
+        self._rest, self._next_rest = 0, 1  # steps without relocation after a failure: now, and after the next one
         self._copy = copy
         self._copies = CopyBatch()
         self._copy_limit = copy_limit
@@ -87,7 +97,8 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """Choose the next step's work and take the blocks for it, with their copies made; empty where nothing can go
         on."""
-        self.pool.limit_copies(self._copy_limit)
+        self.pool.limit_copies(0 if self._rest else self._copy_limit)
+        self._rest = max(0, self._rest - 1)
         batch: list[Work] = []
         budget = self.limits.step_tokens
         preempted = False
@@ -113,7 +124,7 @@ class Scheduler:
             batch.append(work)
             budget -= work.stop - work.start
         if copies := self._copies.take():
-            self._copy(copies)
+            return self._with_contents(copies, batch)
         return batch
 
     def register_full_blocks(self, sequence: Sequence) -> tuple[int, int]:
@@ -142,15 +153,31 @@ class Scheduler:
     def recompute(self, lost: Collection[int]) -> None:
         """Preempt every running sequence that names one of these blocks, which the pool has freed already: what they
         held is not to be relied on."""
-        for sequence in [s for s in reversed(self.running) if any(block in lost for block in s.table)]:
-            self.running.remove(sequence)
-            self._preempt(sequence, lost)
+        self._preempt_naming(lost, freed=lost)
 
     def release(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back, its last first: the front of a prefix is worth keeping longest."""
         self.pool.release(reversed(sequence.forget_blocks()), owner=sequence.owner)
         if sequence.owner:  # one that never ran has none
             self._observer.close_owner(sequence.owner)
+
+    def _with_contents(self, copies: Items[tuple[int, int]], batch: list[Work]) -> list[Work]:
+        """Make the step's copies; returns what of its work can be computed then: all of it, unless they break off."""
+        try:
+            self._copy(copies)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the books say already that all is copied
+            destinations = {destination for _, destination in copies}
+            PoolMoves(self.pool).distrust(destinations)
+            self._preempt_naming(destinations)
+            self.copy_failures += 1
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, MAX_REST_STEPS)
+            log.error(
+                "copies of %d blocks broke off, and what they held is computed anew; no relocation for %d steps: %r",
+                len(copies), self._rest, error,
+            )  # fmt: skip
+            return [work for work in batch if work.sequence.status is Status.RUNNING]
+        self._next_rest = 1
+        return batch
 
     def _admit(self, sequence: Sequence, budget: int) -> Work | None:
         pool, size = self.pool, self.pool.block_tokens
@@ -206,9 +233,16 @@ class Scheduler:
             return False
         return True
 
-    def _preempt(self, victim: Sequence, lost: Collection[int] = ()) -> None:
+    def _preempt_naming(self, lost: Collection[int], freed: Collection[int] = ()) -> None:
+        names = frozenset(lost)
+        for sequence in [s for s in reversed(self.running) if not names.isdisjoint(s.table)]:
+            self.running.remove(sequence)
+            self._preempt(sequence, freed)
+
+    def _preempt(self, victim: Sequence, freed: Collection[int] = ()) -> None:
+        """Back to the queue, its blocks released but for those that the pool has freed already."""
         table = victim.forget_blocks()
-        self.pool.release([block for block in reversed(table) if block not in lost], owner=victim.owner)
+        self.pool.release([block for block in reversed(table) if block not in freed], owner=victim.owner)
         victim.status = Status.WAITING
         victim.preemptions += 1
         self.waiting.appendleft(victim)
