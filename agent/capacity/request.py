@@ -27,7 +27,7 @@ INDEX_NAME = "model.safetensors.index.json"
 class PlanSettings(BaseModel):
     """Every setting of a plan; what is None keeps the preset's or the planner's default. Sizes are GiB of one GPU."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     gpu: str | None = Field(default=None, description="a card of the table, such as A100-80GB", max_length=128)
     gpu_memory_gib: float | None = Field(default=None, description="memory of one GPU as CUDA offers it")

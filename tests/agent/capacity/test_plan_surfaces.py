@@ -1,0 +1,211 @@
+"""`kvatlas plan` and POST /v1/plan: one question, one answer, and errors that name the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
+
+from agent.capacity.presets import PRESETS
+from agent.cli import main
+from agent.web.errors import ApiError, add_error_handlers
+from agent.web.plan_routes import add_planning
+
+CONTRACT = {
+    "model", "attention", "kv_bytes_per_token", "kv_bytes_per_token_ideal", "kv_bytes_per_block",
+    "state_bytes_per_sequence", "memory", "num_blocks", "pool_tokens", "max_concurrent_sequences", "fits", "confidence",
+    "warnings", "arithmetic",
+}  # fmt: skip
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(["plan", *arguments])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def facts_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    status, out, err = run(capsys, *arguments, "--json")
+    assert status == 0, err
+    facts: dict[str, Any] = json.loads(out)
+    return facts
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    folder = tmp_path / "a-model"
+    folder.mkdir()
+    path = folder / "config.json"
+    path.write_text(json.dumps(dict(PRESETS["llama-2-7b"].config)))
+    return path
+
+
+def test_the_keys_that_scripts_rely_on(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    facts = facts_of(capsys, str(config), "--gpu", "A100-80GB", "--kv-dtype", "fp8", "--max-num-seqs", "8")
+    assert set(facts) >= CONTRACT
+    assert facts["schema"] == "kvatlas.plan/v1"
+    assert facts["model"] == "a-model"
+    assert facts["kv_bytes_per_token"] == 262_144
+    assert facts["fits"] is True
+    assert facts["confidence"] == "high"
+    assert facts["num_blocks"] * 16 == facts["pool_tokens"]
+    assert set(facts_of(capsys, str(config))) >= CONTRACT
+
+
+def test_every_flag_reaches_the_plan(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    facts = facts_of(
+        capsys, str(config), "--gpu-memory", "40", "--tp", "2", "--pp", "2", "--dp", "2", "--weight-dtype", "awq",
+        "--kv-dtype", "int8", "--block-size", "32", "--max-model-len", "1000", "--max-num-seqs", "3",
+        "--gpu-memory-utilization", "0.8", "--headroom", "0.1", "--max-num-batched-tokens", "100",
+        "--activation-memory", "1", "--other-memory", "2", "--co-tenant-memory", "4", "--no-hybrid-manager",
+    )  # fmt: skip
+    assert (facts["tensor_parallel"], facts["pipeline_parallel"], facts["data_parallel"]) == (2, 2, 2)
+    assert (facts["weight_dtype"], facts["kv_dtype"], facts["block_size"]) == ("awq-4-g128", "int8", 32)
+    assert (facts["max_model_len"], facts["max_num_seqs"]) == (1000, 3)
+    memory = facts["memory"]
+    assert memory["budget_bytes"] == int(40 * 2**30 * 0.8)
+    assert (memory["activation_bytes"], memory["other_bytes"], memory["co_tenant_bytes"]) == (2**30, 2**31, 2**32)
+    assert facts["headroom_blocks"] == facts["num_blocks"] // 10
+    pool = facts_of(capsys, str(config), "--kv-cache-memory", "1.5", "--weights-memory", "3")
+    assert pool["memory"]["pool_bytes"] == 3 * 2**29
+    assert pool["memory"]["weights_bytes"] == 3 * 2**30
+
+
+def test_settings_may_come_from_the_environment(
+    capsys: pytest.CaptureFixture[str], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVATLAS_PLAN_TP", "4")
+    assert facts_of(capsys, str(config))["tensor_parallel"] == 4
+
+
+def test_a_preset_brings_its_deployment_and_flags_override_it(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = facts_of(capsys, "llama-2-70b-8xa100")
+    assert (facts["gpus"], facts["gpu"], facts["kv_dtype"], facts["fits"]) == (8, "A100-80GB", "fp8", True)
+    other = facts_of(capsys, "Llama-2-70B-8xA100", "--kv-dtype", "fp16", "--gpu", "H200")
+    assert (other["kv_bytes_per_token"], other["gpu"]) == (2 * facts["kv_bytes_per_token"], "H200")
+
+
+def test_a_folder_gives_the_weights_of_its_index(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    index = {"metadata": {"total_size": 13_476_831_232}, "weight_map": {}}
+    (config.parent / "model.safetensors.index.json").write_text(json.dumps(index))
+    facts = facts_of(capsys, str(config.parent), "--gpu-memory", "24")
+    assert facts["memory"]["weights_bytes"] == 13_476_831_232
+    assert facts["memory"]["weights_source"] == "given"
+
+
+def test_the_text_says_the_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "llama-2-7b", "--gpu", "RTX-4090", "--max-num-seqs", "16", "--advise")
+    assert status == 0
+    assert "llama-2-7b: MHA; confidence high" in out
+    assert "32 layers × 2 (K, V) × 32 KV heads × 128 × 2 B = 524,288 B a token" in out
+    assert "does not fit: 16 × 4,096 tokens" in out
+    assert "what to change, best first:" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no/such/file.json",), "there is no file no/such/file.json, and no preset of that name"),
+        (("llama-2-7b", "--gpu", "a100"), "gpu 'a100' may be A100-40GB or A100-80GB; name one"),
+        (("llama-2-7b", "--gpu", "GB10"), "give --gpu-memory GIB"),
+        (("llama-2-7b", "--tp", "3"), "tp=3 does not divide"),
+        (("llama-2-7b", "--gpu-memory", "-1"), "gpu-memory=-1: give GiB"),
+        (("llama-2-7b", "--gpu-memory", "nan"), "gpu-memory=nan: give GiB"),
+        (("llama-2-7b", "--advise"), "advice needs the memory of a GPU"),
+        (("llama-2-7b", "--block-size", "x"), "--block-size"),
+        ((), "Missing argument"),
+    ],
+)
+def test_bad_usage_ends_with_2_and_names_the_field(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[1]", "holds no JSON object")])
+def test_a_file_that_is_no_config_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    status, _, err = run(capsys, str(path))
+    assert status == 2
+    assert message in err
+
+
+def test_an_unknown_layout_is_refused_without_a_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "new.json"
+    path.write_text(json.dumps(dict(PRESETS["llama-2-7b"].config) | {"model_type": "new", "ssm_state_size": 16}))
+    status, out, err = run(capsys, str(path))
+    assert (status, out) == (1, "")
+    assert "ssm_state_size" in err
+    status, out, _ = run(capsys, str(path), "--json")
+    facts = json.loads(out)
+    assert status == 1
+    assert facts["confidence"] == "refused"
+    assert set(facts) >= CONTRACT
+    assert facts["kv_bytes_per_token"] is None
+
+
+@pytest.fixture
+def client() -> TestClient:
+    app = FastAPI()
+    add_error_handlers(app)
+
+    async def may_change(request: Request) -> None:
+        if request.headers.get("authorization") != "Bearer token":
+            raise ApiError(401, "unauthorized", "no token", "send one")
+
+    add_planning(app, may_change)
+    return TestClient(app, headers={"authorization": "Bearer token"})
+
+
+def test_the_route_answers_as_the_command(client: TestClient, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"preset": "llama-2-7b", "gpu": "A100-80GB", "kv_dtype": "fp8", "max_num_seqs": 8, "advise": True}
+    answer = client.post("/v1/plan", json=asked)
+    assert answer.status_code == 200
+    body = answer.json()
+    command = facts_of(
+        capsys, "llama-2-7b", "--gpu", "A100-80GB", "--kv-dtype", "fp8", "--max-num-seqs", "8", "--advise"
+    )
+    assert body == command
+    own = client.post("/v1/plan", json={"config": dict(PRESETS["llama-2-7b"].config), "model": "mine"}).json()
+    assert (own["model"], own["kv_bytes_per_token"], own["advice"]) == ("mine", 524_288, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "give either config"),
+        ({"preset": "llama-2-7b", "config": {}}, "give either config"),
+        ({"preset": "llama-9"}, "no preset 'llama-9'"),
+        ({"config": {"model_type": "llama"}}, "num_hidden_layers"),
+        ({"preset": "llama-2-7b", "tp": "two"}, "tp='two'"),
+        ({"preset": "llama-2-7b", "tp": 5}, "tp=5 does not divide"),
+        ({"preset": "llama-2-7b", "tpp": 5}, "tpp"),
+    ],
+)
+def test_the_route_refuses_by_name(client: TestClient, asked: dict[str, Any], message: str) -> None:
+    answer = client.post("/v1/plan", json=asked)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == "bad_request"
+    assert message in answer.json()["message"]
+
+
+def test_the_route_refuses_an_unknown_layout_without_a_number(client: TestClient) -> None:
+    config = dict(PRESETS["llama-2-7b"].config) | {"model_type": "new", "rwkv_size": 3}
+    answer = client.post("/v1/plan", json={"config": config})
+    assert answer.status_code == 200
+    assert answer.json()["confidence"] == "refused"
+    assert answer.json()["kv_bytes_per_token"] is None
+
+
+def test_the_route_asks_for_the_writers_token(client: TestClient) -> None:
+    refused = client.post("/v1/plan", json={"preset": "llama-2-7b"}, headers={"authorization": "Bearer none"})
+    assert refused.status_code == 401
