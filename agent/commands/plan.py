@@ -16,47 +16,62 @@ EXIT_FAILED = 1
 
 
 def _option(variable: str, help: str, *names: str) -> Any:
-    return typer.Option(*names, envvar=f"KVATLAS_PLAN_{variable}", help=help)
+    return typer.Option(*names, envvar=variable, help=help)
 
 
 def plan(
     config: Annotated[str, typer.Argument(help="A model's config.json, its folder, or a preset (llama-3.1-8b).")],
-    gpu: Annotated[str | None, _option("GPU", "A card by name, such as A100-80GB.")] = None,
-    gpu_memory: Annotated[float | None, _option("GPU_MEMORY", "GiB of one GPU, in place of a card's.")] = None,
-    tp: Annotated[int | None, _option("TP", "Tensor-parallel ranks.")] = None,
-    pp: Annotated[int | None, _option("PP", "Pipeline stages.")] = None,
-    dp: Annotated[int | None, _option("DP", "Data-parallel replicas.")] = None,
-    weight_dtype: Annotated[str | None, _option("WEIGHT_DTYPE", "fp16, fp8, int8, awq, gptq, q4_k_m, ...")] = None,
-    kv_dtype: Annotated[str | None, _option("KV_DTYPE", "fp16, fp8, int8, int4, ...; auto by default.")] = None,
-    block_size: Annotated[int | None, _option("BLOCK_SIZE", "Tokens in a block; 16 by default.")] = None,
-    max_model_len: Annotated[int | None, _option("MAX_MODEL_LEN", "Longest sequence; the model's by default.")] = None,
-    max_num_seqs: Annotated[int | None, _option("MAX_NUM_SEQS", "Such sequences that must fit at once.")] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, _option("GPU_MEMORY_UTILIZATION", "Share of the GPU that the engine takes; 0.9 by default.")
+    gpu: Annotated[str | None, _option("KVATLAS_PLAN_GPU", "A card by name, such as A100-80GB.")] = None,
+    gpu_memory: Annotated[
+        float | None, _option("KVATLAS_PLAN_GPU_MEMORY", "GiB of one GPU, in place of a card's.")
     ] = None,
-    headroom: Annotated[float | None, _option("HEADROOM", "Share of blocks that new sequences leave.")] = None,
+    tp: Annotated[int | None, _option("KVATLAS_PLAN_TP", "Tensor-parallel ranks.")] = None,
+    pp: Annotated[int | None, _option("KVATLAS_PLAN_PP", "Pipeline stages.")] = None,
+    dp: Annotated[int | None, _option("KVATLAS_PLAN_DP", "Data-parallel replicas.")] = None,
+    weight_dtype: Annotated[
+        str | None, _option("KVATLAS_PLAN_WEIGHT_DTYPE", "fp16, fp8, int8, awq, gptq, q4_k_m, ...")
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, _option("KVATLAS_PLAN_KV_DTYPE", "fp16, fp8, int8, int4, ...; auto by default.")
+    ] = None,
+    block_size: Annotated[int | None, _option("KVATLAS_PLAN_BLOCK_SIZE", "Tokens in a block; 16 by default.")] = None,
+    max_model_len: Annotated[
+        int | None, _option("KVATLAS_PLAN_MAX_MODEL_LEN", "Longest sequence; the model's by default.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, _option("KVATLAS_PLAN_MAX_NUM_SEQS", "Such sequences that must fit at once.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _option("KVATLAS_PLAN_GPU_MEMORY_UTILIZATION", "Share of the GPU that the engine takes; 0.9 by default."),
+    ] = None,
+    headroom: Annotated[
+        float | None, _option("KVATLAS_PLAN_HEADROOM", "Share of blocks that new sequences leave.")
+    ] = None,
     max_num_batched_tokens: Annotated[
-        int | None, _option("MAX_NUM_BATCHED_TOKENS", "Tokens of one step; 8192 by default.")
+        int | None, _option("KVATLAS_PLAN_MAX_NUM_BATCHED_TOKENS", "Tokens of one step; 8192 by default.")
     ] = None,
     weights_memory: Annotated[
-        float | None, _option("WEIGHTS_MEMORY", "GiB of all weights; counted from the config by default.")
+        float | None, _option("KVATLAS_PLAN_WEIGHTS_MEMORY", "GiB of all weights; counted from the config by default.")
     ] = None,
     activation_memory: Annotated[
-        float | None, _option("ACTIVATION_MEMORY", "GiB of peak activations on one GPU; estimated by default.")
+        float | None,
+        _option("KVATLAS_PLAN_ACTIVATION_MEMORY", "GiB of peak activations on one GPU; estimated by default."),
     ] = None,
     other_memory: Annotated[
-        float | None, _option("OTHER_MEMORY", "GiB of context, graphs and the rest on one GPU; 1 by default.")
+        float | None,
+        _option("KVATLAS_PLAN_OTHER_MEMORY", "GiB of context, graphs and the rest on one GPU; 1 by default."),
     ] = None,
     co_tenant_memory: Annotated[
-        float | None, _option("CO_TENANT_MEMORY", "GiB that other processes hold on each GPU.")
+        float | None, _option("KVATLAS_PLAN_CO_TENANT_MEMORY", "GiB that other processes hold on each GPU.")
     ] = None,
     kv_cache_memory: Annotated[
-        float | None, _option("KV_CACHE_MEMORY", "GiB of the pool itself, in place of what is left over.")
+        float | None, _option("KVATLAS_PLAN_KV_CACHE_MEMORY", "GiB of the pool itself, in place of what is left over.")
     ] = None,
     hybrid_manager: Annotated[
-        bool | None, _option("HYBRID_MANAGER", "Windowed layers give back what they left; on by default.")
+        bool | None, _option("KVATLAS_PLAN_HYBRID_MANAGER", "Windowed layers give back what they left; on by default.")
     ] = None,
-    advise: Annotated[bool, _option("ADVISE", "Also say what to change, best first.", "--advise")] = False,
+    advise: Annotated[bool, _option("KVATLAS_PLAN_ADVISE", "Also say what to change, best first.", "--advise")] = False,
     as_json: Annotated[bool, typer.Option("--json", envvar="KVATLAS_JSON", help="Print one JSON object.")] = False,
 ) -> int:
     """Plan the memory of a model on given GPUs, each sum in words."""

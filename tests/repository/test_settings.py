@@ -11,6 +11,7 @@ import pytest
 import typer.main
 
 from agent.cli import app
+from agent.commands.plan import plan
 from agent.config import AgentSettings, has_flag, variable
 from agent.demo.run import demo
 
@@ -69,10 +70,11 @@ def test_documented_defaults_of_the_agent_are_right(documented: dict[str, Row]) 
 
 
 def test_documented_flags_and_defaults_of_the_commands_are_right(documented: dict[str, Row]) -> None:
-    of_demo = typer.Typer()  # the command line adds this command only when it is asked for
-    of_demo.command()(demo)
+    late = typer.Typer()  # the command line adds these commands only when they are asked for
+    late.command()(demo)
+    late.command()(plan)
     seen = set()
-    for option in (*options(typer.main.get_command(app)), *options(typer.main.get_command(of_demo))):
+    for option in (*options(typer.main.get_command(app)), *options(typer.main.get_command(late))):
         seen.add(option.envvar)
         row = documented[option.envvar]
         for flag in (*option.opts, *option.secondary_opts):
@@ -83,4 +85,4 @@ def test_documented_flags_and_defaults_of_the_commands_are_right(documented: dic
         else:
             expected = "" if default is None or default == () else str(default)
         assert row.default == expected, option.envvar
-    assert {"KVATLAS_BLOCKS", "KVATLAS_AGENT_URL", "KVATLAS_DEMO_SPEED"} <= seen
+    assert {"KVATLAS_BLOCKS", "KVATLAS_AGENT_URL", "KVATLAS_DEMO_SPEED", "KVATLAS_PLAN_GPU"} <= seen
