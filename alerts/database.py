@@ -18,7 +18,7 @@ from typing import Final
 from alerts.errors import AlertsError
 
 VERSION: Final = 1
-BUSY_SECONDS: Final = 0.5
+BUSY_SECONDS: Final = 0.0  # who wants the file waits for it in steps of its own
 MODE: Final = 0o600
 SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL)",

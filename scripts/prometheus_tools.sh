@@ -1,10 +1,15 @@
 #!/bin/sh
 # Prints a folder that holds promtool, prometheus, amtool and alertmanager, unpacking Debian's packages into the
-# cache when they are not there yet. They are neither installed nor started, and no root is needed.
+# cache when they are not there yet. They are neither installed nor started, and no root is needed. Start alertmanager
+# in that folder: unpacked, it finds its templates there.
 set -eu
 . "$(dirname -- "$0")/common.sh"
 
 TOOLS='promtool prometheus amtool alertmanager'
+TEMPLATES='default.tmpl email.tmpl'
+# Where Debian's alertmanager looks for its templates, and as many characters for the folder that it is started in.
+TEMPLATE_FOLDER=/usr/share/prometheus/alertmanager
+STARTED_IN=./././././././././././././././././
 
 holds_tools() {
     for tool in $TOOLS; do
@@ -12,8 +17,14 @@ holds_tools() {
     done
 }
 
+holds_templates() {
+    for template in $TEMPLATES; do
+        [ -f "$1/$template" ] || return 1
+    done
+}
+
 for folder in "$CACHE/prometheus-tools/bin" /usr/bin /usr/local/bin; do
-    if holds_tools "$folder"; then
+    if holds_tools "$folder" && { [ "$folder" != "$CACHE/prometheus-tools/bin" ] || holds_templates "$folder"; }; then
         printf '%s\n' "$folder"
         exit 0
     fi
@@ -42,6 +53,13 @@ for tool in $TOOLS; do
             mv "$work/root/usr/bin/$name" "$work/bin/$tool"
         fi
     done
+done
+for template in $TEMPLATES; do
+    cp "$work/root$TEMPLATE_FOLDER/$template" "$work/bin/"
+done
+for tool in alertmanager amtool; do
+    LC_ALL=C sed "s|$TEMPLATE_FOLDER|$STARTED_IN|g" "$work/bin/$tool" >"$work/$tool"
+    cat "$work/$tool" >"$work/bin/$tool" # keeps its mode
 done
 holds_tools "$work/bin" || fail 1 "the packages did not hold all of: $TOOLS"
 mkdir -p "$CACHE/prometheus-tools"
