@@ -11,6 +11,8 @@ from pathlib import Path
 
 from engine_shim.control.messages import (
     MAX_LINE_BYTES,
+    AllocatorReply,
+    AllocatorRequest,
     ControlRequest,
     ErrorReply,
     RunReply,
@@ -46,6 +48,21 @@ class EngineControl:
             ControlRefused: the engine says no: to this user, to what is asked for, or because a run is in progress.
             ControlMalformed: the request cannot be sent as it is, or the reply is none of this version's.
         """
+        reply = self._ask(request, timeout_seconds)
+        if isinstance(reply, AllocatorReply):
+            raise ControlMalformed(f"{self.path}: the engine answered about its allocator, which it was not asked for")
+        return reply
+
+    def allocator(self, *, snapshot: bool = False, timeout_seconds: float | None = None) -> AllocatorReply:
+        """What torch's allocator holds there; with `snapshot` also in a file beside the map. Raises as `request`."""
+        reply = self._ask(AllocatorRequest(snapshot=snapshot), timeout_seconds)
+        if not isinstance(reply, AllocatorReply):
+            raise ControlMalformed(f"{self.path}: the engine answered {reply.kind} when asked for its allocator")
+        return reply
+
+    def _ask(
+        self, request: ControlRequest, timeout_seconds: float | None
+    ) -> RunReply | SwitchReply | StatusReply | AllocatorReply:
         line = encode_request(request)
         if timeout_seconds is None:
             timeout_seconds = ControlLimits().wait_seconds(request) + GRACE_SECONDS

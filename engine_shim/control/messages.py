@@ -96,7 +96,17 @@ class TurnOffRequest:
     reason: str = ""  # for the engine's log
 
 
-ControlRequest = StatusRequest | PlanRequest | CompactRequest | MovingRequest | RelocationRequest | TurnOffRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorRequest:
+    """Asks what torch's allocator holds in the engine's process. Answered beside the engine's thread, not on it."""
+
+    op: ClassVar[str] = "allocator"
+    snapshot: bool = False  # also write a light snapshot, which costs the process some milliseconds
+
+
+ControlRequest = (
+    StatusRequest | PlanRequest | CompactRequest | MovingRequest | RelocationRequest | TurnOffRequest | AllocatorRequest
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +153,19 @@ class StatusReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorReply:
+    """What torch's allocator holds, by CUDA index in that process; names are those of allocator.STATISTICS."""
+
+    kind: ClassVar[str] = "allocator"
+    available: bool
+    reason: str = ""  # why not, or what to beware of
+    backend: str = ""  # "native", "cudaMallocAsync"
+    devices: Mapping[str, Detail] = field(default_factory=dict)
+    snapshot_file: str = ""  # "" where none was asked for, or none could be made
+    snapshot_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorReply:
     """The request was not carried out: why, in which field ("" where in none), and what to do."""
 
@@ -153,7 +176,7 @@ class ErrorReply:
     field: str = ""
 
 
-ControlReply = RunReply | SwitchReply | StatusReply | ErrorReply
+ControlReply = RunReply | SwitchReply | StatusReply | AllocatorReply | ErrorReply
 
 
 def encode_request(request: ControlRequest) -> bytes:
@@ -355,9 +378,19 @@ _share = _number(1)
 _count = _integer()
 _REQUESTS: dict[str, type[Any]] = {
     kind.op: kind
-    for kind in (StatusRequest, PlanRequest, CompactRequest, MovingRequest, RelocationRequest, TurnOffRequest)
+    for kind in (
+        StatusRequest,
+        PlanRequest,
+        CompactRequest,
+        MovingRequest,
+        RelocationRequest,
+        TurnOffRequest,
+        AllocatorRequest,
+    )
 }
-_REPLIES: dict[str, type[Any]] = {kind.kind: kind for kind in (RunReply, SwitchReply, StatusReply, ErrorReply)}
+_REPLIES: dict[str, type[Any]] = {
+    kind.kind: kind for kind in (RunReply, SwitchReply, StatusReply, AllocatorReply, ErrorReply)
+}
 _FIELDS: dict[type[Any], dict[str, Check]] = {
     StatusRequest: {},
     PlanRequest: {"target": _share, "max_moves": _optional(_count)},
@@ -373,6 +406,7 @@ _FIELDS: dict[type[Any], dict[str, Check]] = {
     MovingRequest: {"on": _flag},
     RelocationRequest: {"on": _flag},
     TurnOffRequest: {"reason": _text},
+    AllocatorRequest: {"snapshot": _flag},
     RunReply: {
         "decision": _text,
         "reason": _text,
@@ -394,6 +428,14 @@ _FIELDS: dict[type[Any], dict[str, Check]] = {
         "reason": _text,
         "last_report": _optional(_run),
         "details": _details,
+    },
+    AllocatorReply: {
+        "available": _flag,
+        "reason": _text,
+        "backend": _text,
+        "devices": _details,
+        "snapshot_file": _text,
+        "snapshot_bytes": _count,
     },
     ErrorReply: {"error": _text, "message": _text, "action": _text, "field": _text},
 }

@@ -22,9 +22,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine_shim.control.allocator import AllocatorDesk
 from engine_shim.control.connection import Connection, busy, encode_or_explain, ended, too_late, turn_away
 from engine_shim.control.mailbox import ControlMailbox, ControlTicket
-from engine_shim.control.messages import MAX_LINE_BYTES, CompactRequest, ControlReply, ErrorReply, parse_request
+from engine_shim.control.messages import (
+    MAX_LINE_BYTES,
+    AllocatorRequest,
+    CompactRequest,
+    ControlReply,
+    ErrorReply,
+    parse_request,
+)
 from engine_shim.control.peer import Listener, listen, peer_of, refusal, socket_path
 from engine_shim.errors import ControlMalformed, KvatlasError
 
@@ -55,7 +63,12 @@ class ControlServer:
     """One control socket, from `start` to `close`. In a forked child it is off and its files are closed."""
 
     def __init__(
-        self, listener: Listener, mailbox: ControlMailbox, limits: ControlLimits, clock: Callable[[], float]
+        self,
+        listener: Listener,
+        mailbox: ControlMailbox,
+        limits: ControlLimits,
+        clock: Callable[[], float],
+        allocator: AllocatorDesk,
     ) -> None:
         self.path = listener.path
         self.active = True
@@ -63,6 +76,7 @@ class ControlServer:
         self._mailbox = mailbox
         self._limits = limits
         self._clock = clock
+        self._allocator = allocator
         self._connections: list[Connection] = []
         self._compacting: ControlTicket | None = None  # queued, or in the engine's hands until it answers
         self._accept_at = 0.0
@@ -89,7 +103,8 @@ class ControlServer:
             ControlUnavailable: no socket can be made in that folder.
         """
         limits = limits or ControlLimits()
-        server = cls(listen(socket_path(map_path), limits.connections), mailbox, limits, clock)
+        allocator = AllocatorDesk(map_path, mailbox.answer)
+        server = cls(listen(socket_path(map_path), limits.connections), mailbox, limits, clock, allocator)
         mailbox.connect(server._ring)
         _servers.add(server)
         server._thread.start()
@@ -251,6 +266,13 @@ class ControlServer:
             self._fail(connection, error.error, str(error), action, now, error.field)
             return
         ticket = ControlTicket(request, connection.peer)
+        if isinstance(request, AllocatorRequest):
+            if not self._allocator.take(ticket):
+                self._reply(connection, busy("the allocator is being read", "ask again later"), now)
+                return
+            connection.ticket, connection.taken, connection.asked_at = ticket, True, now
+            connection.deadline = now + self._limits.wait_seconds(request)
+            return
         if isinstance(request, CompactRequest) and self._compacting is not None:
             action = "wait for it to end, or switch moving off"
             self._reply(connection, busy("a run is queued or in progress", action), now)
@@ -323,6 +345,7 @@ class ControlServer:
     def _end(self) -> None:
         self.active = False
         self._listener.remove()
+        self._allocator.close()
         self._mailbox.connect(None)
         for connection in self._connections:
             if connection.ticket is None:

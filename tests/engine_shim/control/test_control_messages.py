@@ -16,6 +16,8 @@ from engine_shim.control.messages import (
     MAX_INTEGER,
     MAX_LINE_BYTES,
     SCHEMA,
+    AllocatorReply,
+    AllocatorRequest,
     CompactRequest,
     ControlReply,
     ControlRequest,
@@ -61,6 +63,7 @@ requests = st.one_of(
     ),
     st.builds(MovingRequest, on=st.booleans()),
     st.builds(RelocationRequest, on=st.booleans()),
+    st.builds(AllocatorRequest, snapshot=st.booleans()),
 )
 runs = st.builds(
     RunReply,
@@ -87,6 +90,15 @@ replies = st.one_of(
         reason=texts,
         last_report=st.none() | runs,
         details=details,
+    ),
+    st.builds(
+        AllocatorReply,
+        available=st.booleans(),
+        reason=texts,
+        backend=texts,
+        devices=details,
+        snapshot_file=texts,
+        snapshot_bytes=counts,
     ),
     st.builds(ErrorReply, error=st.sampled_from(ERROR_CODES), message=texts, action=texts, field=texts),
 )
