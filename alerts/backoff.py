@@ -15,7 +15,7 @@ class Backoff:
     """
 
     first_seconds: float = 1.0
-    longest_seconds: float = 300.0
+    longest_seconds: float = 60.0
     longest_obeyed_seconds: float = 3600.0  # of what a receiver asks for
 
     def delay(self, attempt: int, asked_seconds: float | None, random: Random) -> float:

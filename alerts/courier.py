@@ -57,7 +57,10 @@ class Courier:
         where that needs another commit."""
         now = self._clock.monotonic()
         backlog = self._store.backlog(self.sink.name)
+        blocked_until = max(backlog.not_before, self._parked_until, self._bucket.ready_at(now))
         uphold_at = self._next_uphold(backlog)
+        if blocked_until > now and (backlog.waiting or uphold_at is not None):
+            return blocked_until
         cadence = self.sink.cadence
         found = plan(
             backlog.waiting,
@@ -67,10 +70,7 @@ class Courier:
             calm_at=self._calm_at,
         )
         at = min((time for time in (found.next_at, uphold_at) if time is not None), default=None)
-        if at is None:
-            return None
-        at = max(at, backlog.not_before, self._parked_until, self._bucket.ready_at(now))
-        if at > now:
+        if at is None or at > now:
             return at
         uphold = uphold_at is not None and uphold_at <= now
         notice = compose(

@@ -34,7 +34,7 @@ from tests.alerts.slack_receiver import Answer, Receiver, slack_judge  # noqa: E
 
 AGENT = Path(__file__).with_name("_alert_agent.py")
 TITLE = re.compile(
-    r"^(?:INFO|WARNING|CRITICAL|OVER AGAIN|RESOLVED|STILL \w+|NOW \w+): (\S+) number (\d+)$", re.MULTILINE
+    r"^(?:INFO|WARNING|CRITICAL|FIRED AND RESOLVED|RESOLVED|STILL \w+|NOW \w+): (\S+) number (\d+)$", re.MULTILINE
 )
 TIMES = re.compile(r"fired (\d+) times? since the last message")
 COUNTED = re.compile(r"\(([\d,]+) new firings?\)")

@@ -11,7 +11,7 @@ from alerts.notice import Entry, News, Notice
 
 HEADWORDS = {
     News.RESOLVED: "RESOLVED",
-    News.BRIEF: "OVER AGAIN",
+    News.BRIEF: "FIRED AND RESOLVED",
     News.REPEATED: "STILL {severity}",
     News.ESCALATED: "NOW {severity}",
 }
@@ -30,7 +30,7 @@ def headline(notice: Notice) -> str:
     severities = Counter(entry.alert.severity for entry in notice.firing)
     parts = [f"{severities[one]} {one}" for one in reversed(Severity) if severities[one]]
     if notice.over:
-        parts.append(f"{len(notice.over)} over")
+        parts.append(f"{len(notice.over)} resolved")
     if counted := sum(notice.counted.values()):
         parts.append(f"{counted} only counted")
     return f"{_number(len(notice.entries), 'alert')}: {', '.join(parts)}" if notice.entries else ", ".join(parts)
@@ -80,7 +80,7 @@ def by_rule(entries: Iterable[Entry], counted: Mapping[str, int]) -> list[str]:
     standing: dict[str, Counter[str]] = {}
     firings: Counter[str] = Counter()
     for entry in entries:
-        kind = "over" if entry.over else "firing"
+        kind = "resolved" if entry.over else "firing"
         standing.setdefault(entry.alert.rule, Counter())[kind] += 1
         firings[entry.alert.rule] += entry.firings
     for rule, number in counted.items():
@@ -89,7 +89,7 @@ def by_rule(entries: Iterable[Entry], counted: Mapping[str, int]) -> list[str]:
     lines = []
     for rule in sorted(standing, key=lambda name: (-standing[name].total(), name)):
         parts = [
-            f"{standing[rule][kind]} {kind}" for kind in ("firing", "over", "only counted") if standing[rule][kind]
+            f"{standing[rule][kind]} {kind}" for kind in ("firing", "resolved", "only counted") if standing[rule][kind]
         ]
         lines.append(f"{rule}: {', '.join(parts)} ({_number(firings[rule], 'new firing')})")
     return lines

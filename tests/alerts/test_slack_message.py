@@ -85,7 +85,7 @@ def test_its_resolve_says_how_long_it_lasted_and_why_it_is_over() -> None:
         (Entry(make_alert(severity=Severity.CRITICAL), News.FIRING, 1), "CRITICAL: "),
         (Entry(make_alert(), News.REPEATED), "STILL WARNING: "),
         (Entry(make_alert(severity=Severity.CRITICAL), News.ESCALATED), "NOW CRITICAL: "),
-        (Entry(replace(make_alert(), ended_at=START), News.BRIEF, 1), "OVER AGAIN: "),
+        (Entry(replace(make_alert(), ended_at=START), News.BRIEF, 1), "FIRED AND RESOLVED: "),
     ],
 )
 def test_the_first_word_says_what_is_new(entry: Entry, title: str) -> None:
