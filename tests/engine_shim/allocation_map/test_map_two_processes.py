@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -43,6 +44,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for process in running:
         process.kill()
         process.communicate()
+
+
+def stop_between_publishes(process: subprocess.Popen[str], reader: MapReader) -> None:
+    """Hold a writer where its map is whole, so that a kill does not tear it."""
+    while True:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        if reader.sequence() % 2 == 0:
+            return
+        process.send_signal(signal.SIGCONT)
 
 
 def disagreements(reader: MapReader, reads: int) -> int:
@@ -139,6 +150,7 @@ def test_kill_9_frees_the_lock_and_a_restart_with_another_size_takes_the_name(st
     assert reader.writer_alive()
     assert not reader.replaced()
     old = reader.read(5)
+    stop_between_publishes(process, reader)
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     assert not reader.writer_alive()
