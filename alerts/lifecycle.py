@@ -151,6 +151,10 @@ class _Evaluation:
         # What passed while nothing was known counts neither for the one nor for the other.
         elapsed = 0.0 if state.held else self._elapsed
         alert = self._alert(rule, reading, state.alert.labels, state.alert)
+        if verdict is Verdict.CLEAR:
+            # What was said of it stays, so that its end is told in the words of its beginning.
+            shown = "no longer" if rule.says_it_all else alert.value_text
+            alert = replace(state.alert, value=alert.value, value_text=shown, threshold_text=rule.over_text)
         if state.phase is Phase.PENDING:
             state = replace(state, alert=alert, true_seconds=state.true_seconds + elapsed, held="")
             self._pending(state, rule, verdict)
@@ -170,8 +174,8 @@ class _Evaluation:
 
     def _firing(self, state: AlertState, rule: Rule) -> None:
         if state.clear_seconds is not None and state.clear_seconds >= rule.keep_firing_seconds:
-            shown = state.alert.value_text
-            self._end(state, state.alert, f"now {shown}" if shown else "it is no longer so")
+            reason = "it is no longer so" if rule.says_it_all else f"it is at {state.alert.value_text} now"
+            self._end(state, state.alert, reason)
         else:
             self._tell(state, rule)
 

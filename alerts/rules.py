@@ -79,6 +79,18 @@ class Rule:
         return self.enter.number
 
     @property
+    def says_it_all(self) -> bool:
+        """Whether its value is no number: it is so, or it is not."""
+        return self.unit is Unit.FLAG or self.shows is not None
+
+    @property
+    def over_text(self) -> str:
+        """Where the number has to be for it to be over: "at most 20 %"."""
+        if self.says_it_all:
+            return ""
+        return f"{'at most' if self.enter.above else 'at least'} {tell(self.exit, self.unit)}"
+
+    @property
     def condition(self) -> str:
         """A digest of what decides when it fires; its texts and its severity are not in it."""
         bounds = [(bound.number, bound.above, bound.value) for bound in (self.enter, *self.when)]

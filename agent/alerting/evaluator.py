@@ -17,6 +17,7 @@ from agent.sampling.model import EMPTY_VIEW, AgentView, Clock
 from alerts.lifecycle import Lifecycle, LifecycleSettings, Step
 from alerts.model import Change, ChangeKind, Phase
 from alerts.mutes import Mute
+from alerts.readings import Reading
 from alerts.rules import Rule
 from alerts.state import AlertState, StateUnreadable
 
@@ -69,6 +70,7 @@ class Evaluator:
         self._kept = self._clock.monotonic()
         self._resolved: deque[Change] = deque(maxlen=KEPT_RESOLVED)
         self._standing = AlertsStanding(tuple(self._lifecycle.states.values()))
+        self.readings: tuple[Reading, ...] = ()  # what was judged last
         self._view = EMPTY_VIEW
         self._news = threading.Event()
         self._stopping = False
@@ -112,11 +114,11 @@ class Evaluator:
         now = self._clock.monotonic()
         fresh = self._own.late_seconds(view, now) < self._overdue_seconds
         elapsed = 0.0 if self._evaluated is None else now - self._evaluated
-        readings = [self._own.reading(view, now), *self._pools.readings(view, now, fresh=fresh)]
+        readings = (self._own.reading(view, now), *self._pools.readings(view, now, fresh=fresh))
         step = self._lifecycle.evaluate(
             readings, self._clock.wall(), elapsed_seconds=elapsed, mutes=self._keeper.mutes()
         )
-        self._evaluated = now
+        self._evaluated, self.readings = now, readings
         before, self._lifecycle = self._lifecycle, self._lifecycle.after(step)
         keep = set(step.touched)
         if now - self._kept >= KEEP_SECONDS:

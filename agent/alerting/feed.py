@@ -217,10 +217,14 @@ def _of_counters(sample: PoolSample, memory: _Memory, now: float) -> dict[str, f
 
 
 def _of_prefixes(gain: Gain, memory: _Memory, now: float) -> dict[str, float | None]:
-    hit = None
-    if gain.counters["prefix_query_tokens"] >= LEAST_QUERY_TOKENS:
-        hit = gain.ratio("prefix_hit_tokens", "prefix_query_tokens")
-    best = memory.best_hit.take(now, hit) if hit is not None else 0.0
+    hit, lost = None, None
+    queries = gain.counters["prefix_query_tokens"]
+    if queries >= LEAST_QUERY_TOKENS:
+        hit = gain.counters["prefix_hit_tokens"] / queries
+        best = memory.best_hit.take(now, hit)
+        lost = 1.0 - hit / best if best > 0 else 0.0
+    elif queries == 0:
+        lost = 0.0  # nobody asks, so nobody misses anything
     enough = sum(gain.evicted_idle) >= LEAST_EVICTIONS
     return {
         "prefix_evictions_per_allocation": gain.ratio("blocks_evicted", "blocks_allocated") or 0.0,
@@ -228,20 +232,22 @@ def _of_prefixes(gain: Gain, memory: _Memory, now: float) -> dict[str, float | N
             median_bound(gain.evicted_idle, HISTOGRAM_BOUNDS_SECONDS) if enough else HORIZON_SECONDS
         ),
         "prefix_hit_ratio": hit,
-        "prefix_hit_lost_ratio": None if hit is None else (1.0 - hit / best if best > 0 else 0.0),
+        "prefix_hit_lost_ratio": lost,
     }
 
 
 def _of_compaction(standing: PoolStanding, *, known: bool) -> dict[str, float | None]:
+    """`known`: whether F is. What came of runs matters as long as it is up."""
     status = standing.answer.status
-    failed = None if status is None else float(bool(status.details.get("moving_failed")))
-    state = standing.state
     numbers: dict[str, float | None] = {
-        "compaction_verify_failed": failed,
-        "compaction_run_failed": float(state.undone > 0 and state.undone_failed),
-        "compaction_undone_runs": float(state.undone),
+        "compaction_verify_failed": None if status is None else float(bool(status.details.get("moving_failed")))
     }
     if known and standing.verdicts:
+        state = standing.state
+        undone = state.undone if state.episode_since is not None else 0
+        checked = not numbers["compaction_verify_failed"]  # a check that failed is told as such
+        numbers["compaction_run_failed"] = float(undone > 0 and state.undone_failed and checked)
+        numbers["compaction_undone_runs"] = float(undone)
         numbers["compaction_left_alone"] = float(standing.verdicts[-1].decision in _LEFT_ALONE)
     return numbers
 

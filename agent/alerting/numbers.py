@@ -50,14 +50,16 @@ NUMBERS: Final = {
     "compaction_left_alone": NamedNumber(Unit.FLAG, "the agent has done what it may, or may do nothing"),
     "pool_consumers": NamedNumber(Unit.COUNT, "consumers of contiguous blocks, declared or found"),
     "compaction_verify_failed": NamedNumber(Unit.FLAG, "a check of moved blocks failed, and moving is off"),
-    "compaction_run_failed": NamedNumber(Unit.FLAG, "the last run failed"),
-    "compaction_undone_runs": NamedNumber(Unit.COUNT, "runs in a row that failed or did not last"),
+    "compaction_run_failed": NamedNumber(Unit.FLAG, "the last run failed, and fragmentation is up"),
+    "compaction_undone_runs": NamedNumber(
+        Unit.COUNT, "runs in a row that failed or did not last, while fragmentation is up; else 0"
+    ),
     # Of the agent itself
     "agent_sample_late_seconds": NamedNumber(Unit.SECONDS, "by which the last sample came, or is, too late"),
     "agent_notifications_failing_seconds": NamedNumber(
         Unit.SECONDS, "for how long something that is to be sent has not come through, at the worst receiver"
     ),
-    "agent_notifications_lost_per_minute": NamedNumber(Unit.PER_MINUTE, "messages given up for good"),
+    "agent_notifications_refused": NamedNumber(Unit.FLAG, "the last message to some receiver was given up for good"),
     "agent_unreadable_maps": NamedNumber(Unit.COUNT, "maps and folders that are there and cannot be read"),
 }
 TEXTS: Final = frozenset({"reason", "decision", "consumers", "disagreement", "sink", "unreadable"})

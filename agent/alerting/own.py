@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agent.alerting.windows import Window
 from agent.sampling.model import AgentView
 from alerts.readings import Reading
 
 SOURCE = "agent"
-LOST_SECONDS = 60.0
 MAX_NAMED = 3  # unreadable maps in a text
-MAX_NAMED_LENGTH = 80
+MAX_NAMED_LENGTH = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +19,7 @@ class Delivery:
 
     sink: str
     failing_seconds: float  # for how long nothing has come through; 0 while all does
+    sent: int  # messages, ever
     lost: int  # messages given up for good, ever
 
 
@@ -32,7 +31,8 @@ class OwnFeed:
     interval_seconds: float
     deliveries: Callable[[], Sequence[Delivery]]
     link: str | None = None
-    _lost: Window = field(default_factory=lambda: Window(LOST_SECONDS))
+    _counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # sent and lost, by receiver
+    _refuses: dict[str, bool] = field(default_factory=dict)  # by receiver that was sent anything, whether it refused
     _before: tuple[int, float] | None = None  # generation and time of the view before
     _gap: float = 0.0
 
@@ -42,17 +42,15 @@ class OwnFeed:
         numbers: dict[str, float | None] = {
             "agent_sample_late_seconds": self._late(view, now),
             "agent_unreadable_maps": float(len(view.unreadable)),
-            "agent_notifications_failing_seconds": max((one.failing_seconds for one in deliveries), default=0.0),
+            "agent_notifications_refused": self._refused(deliveries),
+            "agent_notifications_failing_seconds": self._failing(deliveries),
         }
-        lost = {one.sink: one.lost for one in deliveries}
-        if (gain := self._lost.take(now, 0, lost, None)) is not None:
-            numbers["agent_notifications_lost_per_minute"] = sum(map(gain.per_minute, lost))
         return Reading(
             source=SOURCE,
             labels={"agent": self.name},
             numbers=numbers,
             texts={
-                "sink": _worst(deliveries, gain.counters if gain is not None else {}),
+                "sink": self._worst(deliveries),
                 "unreadable": "; ".join(line[:MAX_NAMED_LENGTH] for line in view.unreadable[:MAX_NAMED]) or "none",
             },
             link=self.link,
@@ -73,8 +71,25 @@ class OwnFeed:
             self._before = (view.generation, taken)
         return max(0.0, self._gap, now - taken - self.interval_seconds)
 
+    def _refused(self, deliveries: Sequence[Delivery]) -> float | None:
+        """Whether the last message to some receiver was given up; None until each was sent one, since nobody knows how
+        it stands with those."""
+        for one in deliveries:
+            sent, lost = self._counts.get(one.sink, (0, 0))
+            if one.sent > sent:
+                self._refuses[one.sink] = False
+            elif one.lost > lost:
+                self._refuses[one.sink] = True
+            self._counts[one.sink] = (one.sent, one.lost)
+        if any(self._refuses.values()):
+            return 1.0
+        return 0.0 if len(self._refuses) == len(deliveries) else None
 
-def _worst(deliveries: Sequence[Delivery], lost: Mapping[str, int]) -> str:
-    """The receiver that gives most trouble."""
-    worst = max(deliveries, key=lambda one: (lost.get(one.sink, 0), one.failing_seconds), default=None)
-    return worst.sink if worst is not None else "none"
+    def _failing(self, deliveries: Sequence[Delivery]) -> float:
+        """How long the worst receiver fails; one that refuses for good is told as such, and not as late."""
+        return max((one.failing_seconds for one in deliveries if not self._refuses.get(one.sink)), default=0.0)
+
+    def _worst(self, deliveries: Sequence[Delivery]) -> str:
+        """The receiver that gives most trouble."""
+        worst = max(deliveries, key=lambda one: (self._refuses.get(one.sink, False), one.failing_seconds), default=None)
+        return worst.sink if worst is not None else "none"

@@ -123,6 +123,11 @@ class Alerting:
     def _deliveries(self) -> list[Delivery]:
         outcomes = self.pipeline.outcomes()
         return [
-            Delivery(name, health.failing_seconds or 0.0, outcomes.get((name, Counted.DEAD_LETTERED.value), 0))
+            Delivery(
+                name,
+                health.failing_seconds or 0.0,
+                outcomes.get((name, Counted.SENT.value), 0),
+                outcomes.get((name, Counted.DEAD_LETTERED.value), 0),
+            )
             for name, health in self.pipeline.health().items()
         ]

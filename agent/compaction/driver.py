@@ -16,7 +16,7 @@ from agent.compaction.audit import Asker, AuditEntry, AuditLog, AuditValue
 from agent.compaction.compactor import CompactionPolicy
 from agent.compaction.control_client import EngineControl
 from agent.compaction.model import Decision, Observation, PlannedMoves, Verdict
-from agent.compaction.record import PoolRecord, PoolStanding, known_ns
+from agent.compaction.record import NEVER, PoolRecord, PoolStanding, known_ns
 from agent.compaction.requests import POLICY, Control, Requests, as_kind
 from agent.compaction.settings import DriverSettings
 from agent.compaction.tally import Tally
@@ -174,10 +174,14 @@ class CompactionDriver:
         return pool.plan
 
     def _wants_status(self, pool: PoolRecord, policy: CompactionPolicy, seen: Observation, now: float) -> bool:
-        """Is it time to ask the engine how it stands? Only while F is up: else nothing depends on it."""
+        """Is it time to ask the engine how it stands? Once, and then while F is up, or while a check that failed keeps
+        its moves off: else nothing depends on it."""
+        answer = pool.answer
         up = seen.fragmentation is not None and seen.fragmentation > policy.settings.exit
-        pause = self.settings.status_seconds if pool.answer.status is not None else self.settings.retry_seconds
-        return policy.settings.enabled and seen.live and up and not pool.runner and now - pool.answer.asked_at >= pause
+        failed = answer.status is not None and bool(answer.status.details.get("moving_failed"))
+        pause = self.settings.status_seconds if answer.status is not None else self.settings.retry_seconds
+        due = answer.asked_at == NEVER or ((up or failed) and now - answer.asked_at >= pause)
+        return policy.settings.enabled and seen.live and due and not pool.runner
 
     # What people ask for
 

@@ -62,7 +62,7 @@ def fallback(notice: Notice, length: int) -> str:
         lines += [_in_brief(entry, notice.at).partition("\n")[0] for entry in notice.entries[:5]]
     elif notice.entries:
         entry = notice.entries[0]
-        lines += [f"{words.how_bad(entry)}, {words.when(entry, notice.at)}", entry.alert.action]
+        lines += [f"{words.how_bad(entry)}, {words.when(entry, notice.at)}", "" if entry.over else entry.alert.action]
     if len(notice.entries) > 5 or notice.counted:
         lines += words.by_rule(notice.entries, notice.counted)[:10]
     end = f"\n{_escaped_url(notice.list_url)}" if notice.list_url and _escaped_url(notice.list_url) else ""

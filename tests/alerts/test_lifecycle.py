@@ -394,6 +394,19 @@ def test_an_alert_says_what_where_and_how_much() -> None:
     assert (alert.link, alert.runbook_url) == ("http://page/a", "https://docs.example/alerts#full")
 
 
+def test_its_end_is_told_in_the_words_of_its_beginning() -> None:
+    world = World()
+    (fired,) = world.step(a_reading(0.5)).changes
+    (over,) = world.step(a_reading(0.1, texts={"reason": "all is well"})).changes
+    assert (over.alert.summary, over.alert.meaning) == (fired.alert.summary, fired.alert.meaning)
+    assert (over.alert.value_text, over.alert.threshold_text) == ("10 %", "at most 20 %")
+    assert over.reason == "it is at 10 % now"
+    flag = World(a_rule(unit=Unit.FLAG, enter=Bound("share", True, 0.5), exit=0.5))
+    flag.see(1.0)
+    (over,) = flag.step(a_reading(0.0)).changes
+    assert (over.alert.value, over.alert.value_text, over.reason) == (None, "no longer", "it is no longer so")
+
+
 def test_states_name_what_must_be_written_down() -> None:
     world = World()
     assert world.step(a_reading(0.5)).touched
