@@ -14,7 +14,7 @@ from agent.capacity.deployment import DEFAULT_BLOCK_TOKENS, Deployment
 from agent.capacity.engine_flags import RECIPES, Recipe
 from agent.capacity.formats import weight_format
 from agent.capacity.geometry import AttentionCache, Cache, CacheKind, ModelGeometry
-from agent.capacity.planner import Plan, plan
+from agent.capacity.planner import Plan, PoolPlan, plan
 from engine_shim.errors import SettingsError
 
 MLA_ELEMENTS = 576
@@ -40,7 +40,10 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One thing that could be changed. `why_not` is set where it is ruled out; then there is no gain."""
+    """One thing that could be changed, and the pool that comes of it.
+
+    `why_not` is set where it is ruled out; then there is neither gain nor outcome.
+    """
 
     key: str
     change: str
@@ -49,6 +52,7 @@ class Option:
     fits: bool | None
     why_not: str | None
     arithmetic: str
+    outcome: PoolPlan | None = None
 
     @property
     def possible(self) -> bool:
@@ -73,6 +77,14 @@ class Option:
                 "sequences": gain.sequences,
                 "kv_bytes_per_token": gain.bytes_per_token,
                 "gpus": gain.gpus,
+            },
+            "after": None
+            if self.outcome is None
+            else {
+                "num_blocks": self.outcome.num_blocks,
+                "pool_tokens": self.outcome.pool_tokens,
+                "reserve_sequences": self.outcome.reserve_sequences,
+                "engine_sequences": round(self.outcome.engine_sequences, 4),
             },
             "arithmetic": self.arithmetic,
             "quality": self.recipe.quality,
@@ -123,7 +135,7 @@ def _option(base: Plan, key: str, make: Callable[[Plan], Trial | str]) -> Option
         other = plan(geometry, deployment)
     except SettingsError as error:
         return Option(key, change, recipe, None, None, str(error), "")
-    return Option(key, change, recipe, _gain(base, other), other.fits, None, _words(base, other))
+    return Option(key, change, recipe, _gain(base, other), other.fits, None, _words(base, other), other.pool)
 
 
 def _gain(base: Plan, other: Plan) -> Gain:
