@@ -11,15 +11,20 @@ VENV ?= $(CURDIR)/.venv
 ARGS ?=
 export PYTHON TORCH_INDEX VENV
 
-.PHONY: demo test setup lint bench wheels test-fresh clean distclean help
+.PHONY: demo demo-vllm test setup lint bench wheels test-fresh clean distclean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
-	@echo 'Targets: demo test setup lint bench wheels test-fresh clean distclean'
+	@echo 'Targets: demo demo-vllm test setup lint bench wheels test-fresh clean distclean'
 
 demo:
 	@scripts/setup.sh demo
 	@"$(VENV)"/bin/kvatlas demo $(ARGS)
+
+# vLLM itself, with a real language model on the CPU; its environment is built in the cache the first time.
+demo-vllm:
+	@scripts/setup.sh demo
+	@scripts/demo_vllm.sh $(ARGS)
 
 test:
 	@scripts/setup.sh test

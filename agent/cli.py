@@ -79,6 +79,10 @@ def complete_app(*names: str) -> typer.Typer:
         from agent.demo.run import demo
 
         _add("demo", lambda: demo)
+    if not names or "demo-vllm" in names:
+        from agent.demo.vllm import demo_vllm
+
+        _add("demo-vllm", lambda: demo_vllm)
     if not names or "plan" in names:
         from agent.commands.plan import plan
 

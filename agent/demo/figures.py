@@ -74,6 +74,12 @@ class EngineFigures:
             "skipped_transfers": report["transfers"]["skipped"],
             "verified_tokens": report["verified_tokens"],
             "mismatched_blocks": report["mismatched_blocks"],
+            **self.shares(),
+        }
+
+    def shares(self) -> dict[str, float | None]:
+        """What the agent saw; None for what it never did."""
+        return {
             "live_share_p50": _rounded(self.live_shares),
             "live_share_max": round(max(self.live_shares), 4) if self.live_shares else None,
             "fragmentation_rate_p50": _rounded(self.rates),

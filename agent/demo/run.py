@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from agent.client import AgentClient, AgentUnavailable
+from agent.client import AgentClient
 from agent.demo.figures import EngineFigures, require_positive, suggest_blocks
 from agent.demo.screen import Screen
 from agent.demo.supervisor import Child, ChildFailed, Supervisor, free_address, joined, url
+from agent.demo.watching import StopOnSignal, await_true, live_engines, watch
 from engine_shim.errors import SettingsError
 from engine_shim.workload import load_workload
 
 SCHEMA = "kvatlas.demo/v1"
 ENGINES = (("demo-vllm", "vllm"), ("demo-relocating", "relocating"))  # id, policy
 START_SECONDS = 120.0  # two torch imports on a slow disk
-SAMPLE_SECONDS = 1.0
-POLL_SECONDS = 0.2
 LEAST_KV_MIB = 512
 VERIFY_EVERY = 120  # steps between two checks of what the blocks hold
 TRANSFER_EVERY = 4
@@ -68,7 +65,7 @@ def demo(
     served += ["--blocks", str(pool_blocks), "--model-geometry", geometry, "--least-kv-mib", str(LEAST_KV_MIB)]
     agent_address = free_address(listen)
     page_address = None if no_dashboard else free_address(dashboard_listen)
-    stop = _StopOnSignal()
+    stop = StopOnSignal()
     screen = Screen(quiet=as_json)
     figures = [EngineFigures(engine_id, policy) for engine_id, policy in ENGINES]
     with Supervisor() as supervisor:
@@ -86,12 +83,20 @@ def demo(
             supervisor.start("dashboard", page)
         with AgentClient(url(agent_address)) as client, screen:
             screen.starting(trace, len(workload.requests), pool_blocks)
-            begun = _await_engines(client, supervisor, stop, screen)
+            wanted = len(ENGINES)
+
+            def missing() -> str:
+                live = len(live_engines(client))
+                screen.waiting(live, wanted)
+                return f"the agent sees {live} of {wanted} engines" if live < wanted else ""
+
+            await_true(missing, supervisor, stop, START_SECONDS)
+            begun = time.monotonic()
             if not stop.requested:
                 page_url = None if page_address is None else url(page_address)
                 screen.started(url(agent_address), page_url, supervisor.maps)
             deadline = None if seconds is None else begun + seconds
-            _watch(client, supervisor, stop, deadline, lambda engine_list: screen.show(engine_list, figures), figures)
+            watch(client, supervisor, stop, deadline, lambda engine_list: screen.show(engine_list, figures), figures)
         supervisor.stop(engines)
         reports = [_report(child) for child in engines]
     summary = [figure.summary(report) for figure, report in zip(figures, reports, strict=True) if report is not None]
@@ -109,18 +114,6 @@ def _engine_arguments(engine_id: str, policy: str, transfers: Path) -> list[str]
     return [*arguments, "--transfer-rate", str(TRANSFER_BYTES_PER_SECOND)]
 
 
-class _StopOnSignal:
-    """Notes Ctrl-C and SIGTERM; a second Ctrl-C changes nothing, the end is under way."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
-
-    def _note(self, _number: int, _frame: object) -> None:
-        self.requested = True
-
-
 def _require_packages(*, dashboard: bool) -> None:
     if find_spec("torch") is None:
         raise SettingsError("the demo's engines need torch; pip install 'kvatlas[engine]'")
@@ -128,50 +121,6 @@ def _require_packages(*, dashboard: bool) -> None:
         raise SettingsError(
             "the dashboard is not in this environment; pip install 'kvatlas[dashboard]' or --no-dashboard"
         )
-
-
-def _await_engines(client: AgentClient, supervisor: Supervisor, stop: _StopOnSignal, screen: Screen) -> float:
-    """Wait until the agent sees every engine live; returns that time, monotonic."""
-    deadline = time.monotonic() + START_SECONDS
-    while not stop.requested:
-        supervisor.check()
-        try:
-            live = [engine for engine in client.engines().engines if engine.state == "live"]
-        except AgentUnavailable:
-            live = []
-        if len(live) == len(ENGINES):
-            break
-        if time.monotonic() > deadline:
-            raise ChildFailed(f"the agent sees {len(live)} of {len(ENGINES)} engines after {START_SECONDS:.0f} s")
-        screen.waiting(len(live), len(ENGINES))
-        time.sleep(POLL_SECONDS)
-    return time.monotonic()
-
-
-def _watch(
-    client: AgentClient,
-    supervisor: Supervisor,
-    stop: _StopOnSignal,
-    deadline: float | None,
-    show: Callable[[list[Any]], None],
-    figures: list[EngineFigures],
-) -> None:
-    """Sample until the deadline or a signal; an agent that does not answer in time costs a sample, not the demo."""
-    by_id = {figure.engine_id: figure for figure in figures}
-    due = time.monotonic()
-    while not stop.requested and (deadline is None or time.monotonic() < deadline):
-        supervisor.check()
-        if time.monotonic() >= due:
-            due += SAMPLE_SECONDS
-            try:
-                listed = client.engines().engines
-            except AgentUnavailable:
-                continue
-            for engine in listed:
-                if engine.engine_id in by_id and engine.state == "live":
-                    by_id[engine.engine_id].add(engine)
-            show(listed)
-        time.sleep(POLL_SECONDS)
 
 
 def _report(child: Child) -> dict[str, Any] | None:

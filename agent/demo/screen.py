@@ -42,6 +42,10 @@ class Screen:
     def starting(self, trace: str, requests: int, blocks: int) -> None:
         self._console.print(f"Trace {trace}: {requests} requests. Two engines allocate {blocks:,} blocks each ...")
 
+    def say(self, line: str) -> None:
+        """One line as it is."""
+        self._console.print(line, markup=False)
+
     def waiting(self, live: int, wanted: int) -> None:
         if self._watched:
             self._live.update(f"{live} of {wanted} engines are up", refresh=True)

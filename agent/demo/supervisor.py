@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agent.demo.guardian import IF_EMPTY, KILL_SECONDS, TERM_SECONDS, start_ticks
+from agent.demo.guardian import IF_EMPTY, KILL_SECONDS, TERM_SECONDS, end_groups, start_ticks
 from engine_shim.allocation_map.folders import writer_folder
 from engine_shim.errors import KvatlasError, SettingsError
 
@@ -71,17 +71,18 @@ class Supervisor:
         )
         return self
 
-    def start(self, name: str, module: Sequence[str], **environment: str) -> Child:
-        """Run `python -P -m module...`; its maps go to, and are looked for in, this supervisor's folder."""
+    def start(self, name: str, module: Sequence[str], *, python: Path | None = None, **environment: str) -> Child:
+        """Run `python -P -m module...`; its maps go to, and are looked for in, this supervisor's folder, and what it
+        writes to the folder for temporary files goes to the scratch one."""
         output, log = self.scratch / f"{name}.out", self.scratch / f"{name}.log"
         tie = [sys.executable, "-P", "-m", "engine_shim.tether", str(os.getpid())]
         with output.open("wb") as out, log.open("wb") as err:
             process = subprocess.Popen(
-                [*tie, sys.executable, "-P", "-m", *module],
+                [*tie, str(python or sys.executable), "-P", "-m", *module],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=self._environment | {"KVATLAS_DIR": str(self.maps)} | environment,
+                env=self._environment | {"KVATLAS_DIR": str(self.maps), "TMPDIR": str(self.scratch)} | environment,
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the others in order
             )
         child = Child(name, process, output, log)
@@ -111,6 +112,7 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
+        end_groups([child.process.pid for child in children])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
