@@ -155,6 +155,23 @@ def compact(
 
 
 @app.command()
+def advise(
+    engine: Annotated[str, typer.Argument(help="An engine id, an id as in /v1/engines, or a map file.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(envvar="KVATLAS_ADVISE_CONFIG", help="The config.json of its model, to be advised on more."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what to change in an engine that runs where memory is short, and what would bring nothing."""
+    from agent.capacity.live import render
+    from agent.commands.advise import advise_engine
+
+    facts = advise_engine(engine, config)
+    _print(facts) if as_json else print(render(facts))
+
+
+@app.command()
 def simulate(
     trace: Annotated[str, typer.Argument(help="A bundled trace by name, or a trace file.")],
     policy: Annotated[

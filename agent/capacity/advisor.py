@@ -118,10 +118,10 @@ def _rank(base: Plan, option: Option) -> tuple[Any, ...]:
     gain = option.gain
     if option.why_not is not None or gain is None:
         return (3, 0, 0, 0, 0, option.key)
-    if gain.sequences <= 0 and gain.tokens <= 0:
+    rescues = base.fits is not True and option.fits is True
+    if gain.sequences <= 0 and gain.tokens <= 0 and not rescues:
         return (2, 0, 0, 0, 0, option.key)
     another_model = option.recipe.effort >= ANOTHER_MODEL
-    rescues = base.fits is not True and option.fits is True
     return (int(another_model), 0 if rescues else 1, option.recipe.effort, -gain.sequences, -gain.tokens, option.key)
 
 
@@ -170,6 +170,7 @@ def _makers() -> Iterator[tuple[str, Callable[[Plan], Trial | str]]]:
         yield f"kv-{name}", _kv_maker(name)
         yield f"weights-{name}", _weight_maker("awq-4-g128" if name == "int4" else name)
     yield "shorter-length", _shorter
+    yield "fewer-sequences", _fewer_sequences
     yield "fewer-in-flight", _smaller_step
     yield "utilization", _more_utilization
     yield "headroom", _no_headroom
@@ -240,6 +241,15 @@ def _shorter(base: Plan) -> Trial | str:
         base.geometry,
         replace(base.deployment, max_model_len=length),
     )
+
+
+def _fewer_sequences(base: Plan) -> Trial | str:
+    wanted, held = base.deployment.max_num_seqs, base.max_concurrent_sequences or 0
+    if wanted is None or wanted <= held:
+        return "as many sequences as were asked for fit"
+    if held == 0:
+        return "not one sequence of the longest length fits"
+    return f"sequences at once {wanted:,} → {held:,}", base.geometry, replace(base.deployment, max_num_seqs=held)
 
 
 def _smaller_step(base: Plan) -> Trial | str:

@@ -124,6 +124,17 @@ RECIPES: Mapping[str, Recipe] = {
         source="by construction; the pool stays as large, so “halves the memory” is true of one sequence alone",
         effort=1,
     ),
+    "fewer-sequences": Recipe(
+        title="fewer sequences at once",
+        vllm="--max-num-seqs",
+        sglang="--max-running-requests",
+        lmdeploy="--max-batch-size",
+        ollama="OLLAMA_NUM_PARALLEL",
+        quality=_SAME,
+        source=_ARITHMETIC,
+        price="requests wait at the door instead of being preempted half-way",
+        effort=1,
+    ),
     "fewer-in-flight": Recipe(
         title="fewer tokens in one step",
         vllm="--max-num-batched-tokens",

@@ -72,7 +72,7 @@ def create_app(context: ApiContext) -> FastAPI:
     _add_engines(app, context)
     may_change = require_writer(context)
     add_compaction(app, context.compaction, lambda id: _sample(context, id), may_change, context.guard)
-    add_planning(app, may_change)
+    add_planning(app, lambda id: _sample(context, id), may_change)
     if context.alerting is not None:
         add_alerts(app, context.alerting, may_change, context.clock)
     return app

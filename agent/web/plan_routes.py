@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Path, Request, Response
 from pydantic import ConfigDict, Field
 
 from agent import wire
 from agent.capacity.geometry import Confidence
+from agent.capacity.live import live_pool
+from agent.capacity.live import to_json as live_json
 from agent.capacity.reading import LayoutUnknown
 from agent.capacity.request import PlanRequest
 from agent.capacity.words import refusal, to_json
+from agent.sampling.model import PoolSample
 from agent.web.errors import ApiError, json_response
 from engine_shim.errors import SettingsError
 
 ROUTE = "/v1/plan"
+
+PoolId = Annotated[str, Path(description="id of a pool, or of an engine with one", max_length=512)]
 
 
 class PlanAnswer(wire.WireModel):
@@ -43,8 +48,32 @@ class PlanAnswer(wire.WireModel):
     advice: list[dict[str, Any]] | None = None
 
 
-def add_planning(app: FastAPI, require_writer: Callable[[Request], Awaitable[None]]) -> None:
-    """`require_writer` raises ApiError for who may not POST."""
+class LiveAdvice(wire.WireModel):
+    """What to change in an engine that runs, from its map."""
+
+    schema_: str = Field(alias="schema")
+    engine: str
+    model: str
+    memory_is_short: bool
+    verdict: str
+    pool_bytes: int
+    live_share: float
+    options: list[dict[str, Any]]
+    planned: dict[str, Any] | None
+    planned_options: list[dict[str, Any]] | None
+
+
+def add_planning(
+    app: FastAPI, sample: Callable[[str], PoolSample], require_writer: Callable[[Request], Awaitable[None]]
+) -> None:
+    """`sample` raises ApiError for a pool that is not known, `require_writer` for who may not POST."""
+
+    @app.get("/v1/engines/{id}/advice", response_model=LiveAdvice, tags=["capacity"])
+    async def advice(id: PoolId) -> Response:
+        """Whether memory is short in one pool, what each change would bring, and what is ruled out."""
+        found = sample(id)
+        pool = live_pool(found.snapshot, found.report, found.waste.tokens if found.waste else None)
+        return json_response(LiveAdvice.model_validate(live_json(pool)))
 
     @app.post(ROUTE, response_model=PlanAnswer, tags=["capacity"], dependencies=[Depends(require_writer)])
     async def plan(asked: PlanRequest) -> Response:

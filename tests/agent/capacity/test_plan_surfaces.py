@@ -12,6 +12,9 @@ from fastapi.testclient import TestClient
 
 from agent.capacity.presets import PRESETS
 from agent.cli import main
+from agent.forecast import ExhaustionForecast
+from agent.fragmentation import analyze
+from agent.sampling.model import PoolSample, measure_waste
 from agent.web.errors import ApiError, add_error_handlers
 from agent.web.plan_routes import add_planning
 
@@ -154,7 +157,7 @@ def test_an_unknown_layout_is_refused_without_a_number(capsys: pytest.CaptureFix
 
 
 @pytest.fixture
-def client() -> TestClient:
+def client(make_snapshot: Any) -> TestClient:
     app = FastAPI()
     add_error_handlers(app)
 
@@ -162,7 +165,28 @@ def client() -> TestClient:
         if request.headers.get("authorization") != "Bearer token":
             raise ApiError(401, "unauthorized", "no token", "send one")
 
-    add_planning(app, may_change)
+    snapshot = make_snapshot([4] + [2] * 5 + [1] * 2 + [0] * 2)
+    pool = PoolSample(
+        id="engine.kv",
+        state="live",
+        reason="",
+        snapshot=snapshot,
+        report=analyze(snapshot.states),
+        fragmentation_known=True,
+        waste=measure_waste(snapshot),
+        oldest_pinned_seconds=None,
+        forecast=ExhaustionForecast(None, "no trend"),
+        tokens_per_second=None,
+        torn_reads=0,
+        read_seconds=0.001,
+    )
+
+    def sample(id: str) -> PoolSample:
+        if id != pool.id:
+            raise ApiError(404, "not_found", f"no pool {id!r}", "GET /v1/engines")
+        return pool
+
+    add_planning(app, sample, may_change)
     return TestClient(app, headers={"authorization": "Bearer token"})
 
 
@@ -209,3 +233,12 @@ def test_the_route_refuses_an_unknown_layout_without_a_number(client: TestClient
 def test_the_route_asks_for_the_writers_token(client: TestClient) -> None:
     refused = client.post("/v1/plan", json={"preset": "llama-2-7b"}, headers={"authorization": "Bearer none"})
     assert refused.status_code == 401
+
+
+def test_the_route_advises_an_engine_that_runs(client: TestClient) -> None:
+    answer = client.get("/v1/engines/engine.kv/advice").json()
+    assert answer["schema"] == "kvatlas.advise/v1"
+    assert answer["memory_is_short"] is False
+    assert answer["live_share"] == pytest.approx(5 / 9)
+    assert {one["option"] for one in answer["options"]} >= {"kv-fp8", "block-size", "allocation-policy"}
+    assert client.get("/v1/engines/nobody/advice").status_code == 404
