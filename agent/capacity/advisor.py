@@ -381,24 +381,3 @@ def _latent_model(base: Plan) -> Trial | str:
     if plan(geometry, base.deployment).kv_bytes_per_token >= base.kv_bytes_per_token:
         return f"a latent vector is whole on each of {base.deployment.tp} ranks: no smaller than this model's share"
     return f"a latent vector of {MLA_ELEMENTS} in each layer, weights counted as they are", geometry, base.deployment
-
-
-def render_advice(options: tuple[Option, ...]) -> str:
-    """The options for people, best first."""
-    lines = ["what to change, best first:"]
-    number = 0
-    for option in options:
-        if option.why_not is not None:
-            continue
-        number += 1
-        fits = {True: "; fits then", False: "; does not fit yet", None: ""}[option.fits]
-        lines.append(f"  {number}. {option.recipe.title}: {option.change}{fits}")
-        lines.append(f"     {option.arithmetic}")
-        lines.append(f"     quality: {option.recipe.quality} ({option.recipe.source})")
-        if option.recipe.price:
-            lines.append(f"     price: {option.recipe.price}")
-        flags = "; ".join(f"{engine}: {text}" for engine, text in option.recipe.flags.items() if text)
-        lines.append(f"     {flags or 'no engine has a flag for it'}")
-    lines.append("ruled out:")
-    lines += [f"  {one.recipe.title}: {one.why_not}" for one in options if one.why_not is not None]
-    return "\n".join(lines)

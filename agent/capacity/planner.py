@@ -6,16 +6,16 @@ name says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from agent.capacity.block_layout import BlockLayout, lay_out
+from agent.capacity.counts import Counts, model_bytes
 from agent.capacity.deployment import FALLBACK_LENGTH, Deployment
 from agent.capacity.formats import KvFormat, WeightFormat, kv_format, weight_format
-from agent.capacity.geometry import AttentionCache, CacheKind, Confidence, ModelGeometry, StateCache, weakest
+from agent.capacity.geometry import CacheKind, Confidence, ModelGeometry, weakest
 from agent.capacity.memory import OTHER_BYTES, Weights, activations, stage_shares, weigh
 
 ABSURD_LENGTH = 1 << 20
-TYPE_BYTES = {"float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +110,13 @@ def plan(geometry: ModelGeometry, deployment: Deployment) -> Plan:
         tp=deployment.tp,
         pp=deployment.pp,
         block_tokens=deployment.block_tokens,
-        model_bytes=TYPE_BYTES.get(geometry.dtype, 2),
+        model_bytes=model_bytes(geometry),
         max_model_len=length,
         hybrid_manager=deployment.hybrid_manager,
         prefix_cache=deployment.prefix_cache,
         state_float32=deployment.state_float32,
     )
-    counts = _Counts(geometry, deployment, kv, layout)
+    counts = Counts(geometry, deployment, kv, layout)
     per_block = layout.block_tokens
     reserve, engine = (
         layout.blocks_for(
@@ -175,57 +175,6 @@ def plan(geometry: ModelGeometry, deployment: Deployment) -> Plan:
     )
 
 
-class _Counts:
-    """Bytes of one GPU, of the pipeline stage that holds most."""
-
-    def __init__(self, geometry: ModelGeometry, deployment: Deployment, kv: KvFormat, layout: BlockLayout) -> None:
-        self._geometry, self._kv, self._tp = geometry, kv, deployment.tp
-        self._float32 = deployment.state_float32
-        self._model_bytes = TYPE_BYTES.get(geometry.dtype, 2)
-        self._stages = [
-            [cache for index in stage for cache in geometry.layers[index]] for stage in layout.stages
-        ]  # fmt: skip
-
-    def per_token(self, *, windowed: bool) -> int:
-        """For one token more; without `windowed`, only of layers that keep every token."""
-        return max((sum(self._token(cache, windowed) for cache in stage) for stage in self._stages), default=0)
-
-    def _token(self, cache: object, windowed: bool) -> int:
-        if not isinstance(cache, AttentionCache) or cache.kind is CacheKind.CROSS:
-            return 0
-        return self._kv.of_token(cache, self._tp) if windowed or cache.window is None else 0
-
-    def states(self) -> int:
-        """Recurrent states of one sequence."""
-        return max((sum(map(self._state, stage)) for stage in self._stages), default=0)
-
-    def _state(self, cache: object) -> int:
-        if not isinstance(cache, StateCache):
-            return 0
-        if self._float32 is not None:
-            cache = replace(cache, state_dtype="float32" if self._float32 else "model")
-        return cache.bytes_on_rank(self._tp, self._model_bytes)
-
-    def cross(self) -> int:
-        """Keys and values of the encoder's output for one sequence."""
-        return max((sum(map(self._cross, stage)) for stage in self._stages), default=0)
-
-    def _cross(self, cache: object) -> int:
-        if isinstance(cache, AttentionCache) and cache.kind is CacheKind.CROSS:
-            return self._geometry.encoder_tokens * self._kv.of_token(cache, self._tp)
-        return 0
-
-    def ideal(self, tokens: int) -> int:
-        """What one sequence of `tokens` tokens has to keep: windows hold no more than their size."""
-        return max((sum(self._kept(cache, tokens) for cache in stage) for stage in self._stages), default=0)
-
-    def _kept(self, cache: object, tokens: int) -> int:
-        if isinstance(cache, AttentionCache) and cache.kind is not CacheKind.CROSS:
-            held = tokens if cache.window is None else min(tokens, cache.window)
-            return held * self._kv.of_token(cache, self._tp)
-        return self._state(cache) + self._cross(cache)
-
-
 class _Sums:
     """Memory and pool for given weights: asked more than once where those had to be guessed."""
 
@@ -234,7 +183,7 @@ class _Sums:
         geometry: ModelGeometry,
         deployment: Deployment,
         layout: BlockLayout,
-        counts: _Counts,
+        counts: Counts,
         length: int,
         needed: int,
         engine: int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from agent.capacity.advisor import Option
 from agent.capacity.geometry import AttentionCache, CacheKind, ModelGeometry
 from agent.capacity.planner import Plan
 
@@ -263,6 +264,27 @@ def render(plan: Plan) -> str:
     notes = [text for text in (geometry.dtype_note, *geometry.notes, *plan.layout.notes) if text]
     lines += [f"  note: {note}" for note in notes]
     lines += [f"  warning: {warning}" for warning in plan.warnings]
+    return "\n".join(lines)
+
+
+def render_advice(options: tuple[Option, ...]) -> str:
+    """The options for people, best first."""
+    lines = ["what to change, best first:"]
+    number = 0
+    for option in options:
+        if option.why_not is not None:
+            continue
+        number += 1
+        fits = {True: "; fits then", False: "; does not fit yet", None: ""}[option.fits]
+        lines.append(f"  {number}. {option.recipe.title}: {option.change}{fits}")
+        lines.append(f"     {option.arithmetic}")
+        lines.append(f"     quality: {option.recipe.quality} ({option.recipe.source})")
+        if option.recipe.price:
+            lines.append(f"     price: {option.recipe.price}")
+        flags = "; ".join(f"{engine}: {text}" for engine, text in option.recipe.flags.items() if text)
+        lines.append(f"     {flags or 'no engine has a flag for it'}")
+    lines.append("ruled out:")
+    lines += [f"  {one.recipe.title}: {one.why_not}" for one in options if one.why_not is not None]
     return "\n".join(lines)
 
 

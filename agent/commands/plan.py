@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from agent.capacity.advisor import render_advice
 from agent.capacity.reading import LayoutUnknown
 from agent.capacity.request import PlanSettings, answer, load_model
-from agent.capacity.words import refusal, render, to_json
+from agent.capacity.words import refusal, render, render_advice, to_json
 
 EXIT_FAILED = 1
 

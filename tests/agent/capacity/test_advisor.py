@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent.capacity.advisor import Option, advise, render_advice
+from agent.capacity.advisor import Option, advise
 from agent.capacity.config_reader import read_geometry
 from agent.capacity.deployment import Deployment
 from agent.capacity.engine_flags import RECIPES
@@ -15,6 +15,7 @@ from agent.capacity.geometry import ModelGeometry
 from agent.capacity.gpus import find_gpu
 from agent.capacity.planner import plan
 from agent.capacity.presets import PRESETS
+from agent.capacity.words import render_advice
 from engine_shim.errors import SettingsError
 
 SMALL = Deployment(gpu=find_gpu("rtx-4090"), max_num_seqs=4, headroom=0.1, block_tokens=128)
