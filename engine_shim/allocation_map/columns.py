@@ -59,11 +59,11 @@ class ColumnStore:
     def look_ahead(self, batch: Batch) -> Outlook:
         """Work out what depends on the map as it was. Stores nothing in the map."""
         rows, now_ms = batch.rows, ((batch.entry_time_ns - self._created_ns) // 1_000_000).astype(np.uint32)
-        place = journal.places(len(rows)).astype(np.int32)
+        place = journal.short_places(len(rows))
         self._last_place[rows] = place
         is_last = self._last_place.take(rows) == place
         last = is_last.nonzero()[0]
-        once = len(last) == len(rows)
+        repeated = len(rows) - len(last)
         by_block: journal.BlockOrder | None = None
         durations = []
         for index, kinds, since, starts in (
@@ -74,7 +74,7 @@ class ColumnStore:
             if not kinds.in_any(batch):
                 continue
             ends = kinds.part(batch)
-            if once or not self._starts_before_an_end(batch, starts, kinds, is_last):
+            if not repeated or not self._starts_before_an_end(batch, starts, kinds, is_last, repeated):
                 began = since.take(ends.rows)
             else:
                 by_block = by_block or journal.order_by_block(rows)
@@ -89,15 +89,22 @@ class ColumnStore:
                 took[took > _MS_MASK // 2] = 0
                 counts = journal.histogram_counts(took)
             durations.append((index, float(np.add.reduce(took, dtype=np.float64)) / 1000, counts))
-        return Outlook(rows if once else rows.take(last), now_ms, durations)
+        return Outlook(rows.take(last) if repeated else rows, now_ms, durations)
 
-    def _starts_before_an_end(self, batch: Batch, starts: KindSet, ends: KindSet, is_last: NDArray[np.bool_]) -> bool:
-        """Is there a block that a step starts and ends, in this order? Hardly ever, and the order costs a sort."""
+    def _starts_before_an_end(
+        self, batch: Batch, starts: KindSet, ends: KindSet, is_last: NDArray[np.bool_], repeated: int
+    ) -> bool:
+        """Is there a block that a step starts and ends, in this order? Hardly ever, and the order costs a sort.
+
+        `repeated` elements are not the last of their block.
+        """
         if not starts.in_any(batch):
             return False
-        starting, ending = starts.part(batch), ends.part(batch)
-        if np.count_nonzero(is_last.take(starting.places)) == len(starting.places):
-            return False  # nothing came after any of them
+        ending = ends.part(batch)
+        both = starts.bits & ends.bits & batch.kinds
+        if not both and len(ending.places) - np.count_nonzero(is_last.take(ending.places)) == repeated:
+            return False  # whatever something else came after was an end
+        starting = starts.part(batch)
         last = self._last_place
         last[starting.rows] = -1  # what earlier steps left there
         last[ending.rows] = ending.places

@@ -80,11 +80,12 @@ class KindSet:
     def part(self, batch: Batch) -> Part:
         """The elements that are; nothing is looked for where all of them are."""
         if not batch.kinds & ~self.bits:
-            return Part(batch.rows, batch.entry, places(len(batch.rows)))
-        found = batch.parts.get(self.bits)
+            return batch.whole
+        meant = batch.kinds & self.bits
+        found = batch.parts.get(meant)
         if found is None:
             place = self.entries(batch).take(batch.entry).nonzero()[0]
-            found = batch.parts[self.bits] = Part(batch.rows.take(place), batch.entry.take(place), place)
+            found = batch.parts[meant] = Part(batch.rows.take(place), batch.entry.take(place), place)
         return found
 
 
@@ -111,12 +112,18 @@ OWNER_BLOCKS = _table({_E.ALLOCATE: 1, _E.REUSE: 1, _E.SHARE: 1, _E.UNSHARE: -1,
 _NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
 _BOUNDS_MS = np.array([round(bound * 1000) for bound in HISTOGRAM_BOUNDS_SECONDS], np.uint32)
 _PLACES: NDArray[np.int64] = np.arange(1 << 16)
-_PLACES.flags.writeable = False
+_SHORT_PLACES: NDArray[np.int32] = np.arange(1 << 16, dtype=np.int32)
+_PLACES.flags.writeable = _SHORT_PLACES.flags.writeable = False
 
 
 def places(count: int) -> NDArray[np.int64]:
     """0 .. count - 1, not to be written to."""
     return _PLACES[:count] if count <= len(_PLACES) else np.arange(count)
+
+
+def short_places(count: int) -> NDArray[np.int32]:
+    """The same, in 32 bits."""
+    return _SHORT_PLACES[:count] if count <= len(_SHORT_PLACES) else np.arange(count, dtype=np.int32)
 
 
 def whole_numbers(values: Sequence[int]) -> NDArray[np.int64]:
@@ -165,7 +172,8 @@ class Batch:
     bits: Bits
     moved_blocks: NDArray[np.int64]  # (b,) blocks whose values stand elsewhere after the step,
     moved_rows: NDArray[np.int64]  # (b,) and the rows to take them from
-    parts: dict[int, Part] = field(default_factory=dict)  # elements by the bits of a KindSet, once looked for
+    whole: Part  # all of them
+    parts: dict[int, Part] = field(default_factory=dict)  # some of them by their kinds' bits, once looked for
 
     @property
     def kind(self) -> NDArray[np.int64]:
@@ -202,6 +210,7 @@ def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()
     rows, moved = (blocks, {}) if not move_sources else _follow_moves(kinds, lists, move_sources)
     start = np.add.accumulate(lengths)
     start -= lengths
+    entry = places(count).repeat(lengths)
     return Batch(
         entry_kind=kind,
         entry_owner=owner,
@@ -210,7 +219,7 @@ def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()
         entry_time_ns=time_ns,
         entry_length=lengths,
         entry_start=start,
-        entry=places(count).repeat(lengths),
+        entry=entry,
         blocks=blocks,
         rows=rows,
         kinds=sum([1 << one for one in set(kinds)]),
@@ -218,6 +227,7 @@ def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()
         sources=whole_numbers(list(chain.from_iterable(move_sources))) if move_sources else _NOTHING,
         moved_blocks=np.fromiter(moved.keys(), np.int64, len(moved)) if moved else _NOTHING,
         moved_rows=np.fromiter(moved.values(), np.int64, len(moved)) if moved else _NOTHING,
+        whole=Part(rows, entry, places(len(rows))),
     )
 
 

@@ -129,11 +129,11 @@ class StepPublisher:
             _in_range(f"an amount of {name}", amount, 1 << 62)
         for what in queues or ():
             _in_range("a number of requests", what, 1 << 32)
-        slots = self.writer.spec.owner_slots
         opened = [
             (slot, (owner, 0, 0, now, fit(_text(request_id), 64), fit(_text(lora), 32), fit(_text(salt), 32)))
             for slot, (owner, request_id, lora, salt, now) in step.opened.items()
         ]
+        slots = self.writer.spec.owner_slots
         for owner in step.closed:
             _in_range("an owner", owner, 1 << 32)
             _in_range("an owner's slot", owner & _SLOT_MASK, slots)
