@@ -21,6 +21,8 @@ from agent.compaction.audit import AuditLog
 from agent.compaction.driver import CompactionDriver
 from agent.config import AgentSettings
 from agent.descriptors import raise_limit, share_out
+from agent.devices.families import device_families
+from agent.devices.monitor import DeviceMonitor
 from agent.engine_metrics.presenter import metric_families
 from agent.engine_metrics.scraper import MetricsScraper, ScraperSettings
 from agent.exporter import LABELS, PREFIX, Exporter
@@ -74,12 +76,14 @@ def run_agent(settings: AgentSettings) -> None:
     sampler.subscribe(scraper.notice)
     alerting = Alerting.from_settings(settings, driver, address, clock, lambda: scraper.view)
     sampler.subscribe(lambda: alerting.notice(sampler.view))
+    monitor = DeviceMonitor(lambda: sampler.view, settings.device_monitor(), clock=clock)
     exporter = Exporter(
         lambda: sampler.view,
         clock=clock,
         tallies=driver.tallies,
         more=(
             lambda pools, now: metric_families(scraper.view, pools, now, PREFIX, LABELS),
+            lambda pools, now: device_families(monitor.view()),
             lambda pools, now: alert_families(alerting.counts(), alerting.outcomes(), PREFIX),
         ),
     )
@@ -92,6 +96,7 @@ def run_agent(settings: AgentSettings) -> None:
         compaction=driver,
         alerting=alerting,
         engine_metrics=lambda: scraper.view,
+        devices=monitor.view,
         version=__version__,
         interval_seconds=settings.interval_seconds,
         threshold=settings.threshold,
@@ -136,6 +141,7 @@ def run_agent(settings: AgentSettings) -> None:
     scraping = threading.Thread(target=scraper.run, name="engine-metrics", daemon=True)
     thread.start()
     deciding.start()
+    monitor.start()
     alerting.start()
     scraping.start()
     try:
@@ -145,6 +151,7 @@ def run_agent(settings: AgentSettings) -> None:
         driver.stop()
         alerting.stop()
         scraper.stop()
+        monitor.stop(SHUTDOWN_SECONDS)
         thread.join(SHUTDOWN_SECONDS)
         deciding.join(SHUTDOWN_SECONDS)
         scraping.join(SHUTDOWN_SECONDS)

@@ -109,16 +109,16 @@ def map_(
 
 @app.command()
 def allocator(
-    snapshot: Annotated[Path, typer.Argument(help="A snapshot of torch's allocator, pickle or JSON.")],
+    snapshot: Annotated[str, typer.Argument(help="A snapshot file, pickle or JSON; or an engine to ask for one.")],
     html: Annotated[
         Path | None, typer.Option(envvar="KVATLAS_ALLOCATOR_HTML", help="Draw its segments into this HTML file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a snapshot of torch's allocator holds, how it is cut up, and what would give memory back."""
-    from agent.commands.allocator import describe_snapshot, render_allocator
+    from agent.commands.allocator import describe_allocator, render_allocator
 
-    facts = describe_snapshot(snapshot, html=html)
+    facts = describe_allocator(snapshot, html=html)
     _print(facts) if as_json else print(render_allocator(facts))
 
 

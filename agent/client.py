@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 from pydantic import ValidationError
 
-from agent import wire, wire_alerts
+from agent import wire, wire_alerts, wire_devices
 from engine_shim.errors import KvatlasError
 
 DEFAULT_URL = "http://127.0.0.1:9477"
@@ -103,6 +103,10 @@ class AgentClient:
     def alerts(self) -> wire_alerts.AlertList:
         """Open alerts and the last ones that are over, with the mutes and how delivery stands."""
         return self._get(wire_alerts.AlertList, "/v1/alerts")
+
+    def devices(self) -> wire_devices.DeviceList:
+        """GPUs and who holds their memory, the host's memory, and torch's allocators."""
+        return self._get(wire_devices.DeviceList, "/v1/devices")
 
     def mutes(self) -> wire_alerts.MuteList:
         return self._get(wire_alerts.MuteList, "/v1/mutes")

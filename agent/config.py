@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from agent.alerting.settings import AlertSettings
 from agent.compaction.model import PolicySettings
 from agent.compaction.settings import DriverSettings, Scope
+from agent.devices.settings import DeviceSettings
 from agent.engine_metrics.settings import EngineMetricsSettings
 from agent.sampling.judgement import Limits
 from agent.sampling.sampler import SamplerSettings
@@ -25,7 +26,7 @@ DEFAULT_LISTEN = "127.0.0.1:9477"
 MAX_HISTORY_SAMPLES = 86_400  # 4 MB a pool
 
 
-class AgentSettings(AlertSettings, EngineMetricsSettings):
+class AgentSettings(AlertSettings, EngineMetricsSettings, DeviceSettings):
     """Every setting has a flag (`--stall-seconds`), a variable (`KVATLAS_STALL_SECONDS`) and a key in the file; an
     address that is a secret has no flag."""
 

@@ -123,7 +123,7 @@ def _holdings(segments: Iterable[Segment]) -> Holdings:
 def _warnings(snapshot: Snapshot, pools: Sequence[Pool]) -> Iterable[str]:
     if not snapshot.segments:
         yield "there are no segments: nothing was allocated on a GPU, or CUDA was not initialised"
-    if not snapshot.history_recorded:
+    if snapshot.history_recorded is False:
         yield (
             "history not recorded: who allocated what, and when, is not in this snapshot. Segments are complete all "
             "the same; torch.cuda.memory._record_memory_history() records from then on"

@@ -80,7 +80,7 @@ class Snapshot:
 
     segments: tuple[Segment, ...]
     settings: Settings
-    history_recorded: bool
+    history_recorded: bool | None  # None: this form has no place for it
     pools_told: bool  # False: private pools cannot be told from the default one
     unknown_states: Mapping[str, int]  # bytes of blocks in states that are not known here; they count as live
 
@@ -137,11 +137,11 @@ def _refuse_constant(name: str) -> None:
 
 def parse_snapshot(raw: Any) -> Snapshot:
     """The snapshot in plain values. Raises SnapshotError that names the part that is wrong."""
-    settings, history = Settings(), False
+    settings, history = Settings(), None
     if isinstance(raw, dict):
         if "segments" not in raw:
             raise SnapshotError(f"there are no segments in it, but {_some(raw)}; this is no snapshot of the allocator")
-        settings, history = _settings(raw.get("allocator_settings")), _recorded(raw.get("device_traces"))
+        settings, history = _settings(raw.get("allocator_settings")), _recorded(raw)
         raw = raw["segments"]
     if not isinstance(raw, list | tuple):
         raise SnapshotError(f"segments are {_kind(raw)}, not a list; this is no snapshot of the allocator")
@@ -233,7 +233,10 @@ def _settings(raw: Any) -> Settings:
     )
 
 
-def _recorded(traces: Any) -> bool:
+def _recorded(raw: Mapping[str, Any]) -> bool | None:
+    if "device_traces" not in raw:
+        return None
+    traces = raw["device_traces"]
     if isinstance(traces, Skipped):
         return traces.entries
     return isinstance(traces, list | tuple) and any(traces)

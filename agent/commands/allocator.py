@@ -1,4 +1,4 @@
-"""`kvatlas allocator SNAPSHOT`: a dumped snapshot of torch's allocator, read safely and told."""
+"""`kvatlas allocator SNAPSHOT`: a snapshot of torch's allocator, dumped or of a live engine, read safely and told."""
 
 from __future__ import annotations
 
@@ -7,11 +7,38 @@ from pathlib import Path
 from typing import Any
 
 from agent.allocator.analysis import AllocatorReport, Holdings, analyze_snapshot
+from agent.allocator.errors import SnapshotError
 from agent.allocator.picture import require_plotting, write_picture
 from agent.allocator.snapshot import Settings, read_snapshot
+from agent.commands.compact import find_map
+from agent.compaction.control_client import EngineControl
+from engine_shim.layout import MAP_SUFFIX
 
+_FILE_SUFFIXES = (".pickle", ".pkl", ".json")
 SCHEMA = "kvatlas.allocator/v1"
 MIB = 1 << 20
+
+
+def describe_allocator(what: str, *, html: Path | None = None) -> dict[str, Any]:
+    """As `describe_snapshot`, of a file, or of a live engine: its id, its pool's id, or its map.
+
+    Raises as that does, as `find_map` does, and as EngineControl.allocator does for an engine that cannot be asked.
+    """
+    path = Path(what)
+    if not what.endswith(MAP_SUFFIX) and (path.exists() or "/" in what or path.suffix in _FILE_SUFFIXES):
+        return describe_snapshot(path, html=html)
+    if html is not None:
+        require_plotting()
+    found = find_map(what)
+    reply = EngineControl(found.path).allocator(snapshot=True)
+    if not reply.snapshot_file:
+        raise SnapshotError(f"{found.id}: {reply.reason or 'the engine gave no snapshot'}")
+    # By its name beside the map, since the engine may see that folder under another path.
+    facts = describe_snapshot(found.path.with_name(Path(reply.snapshot_file).name), html=html)
+    facts["engine"] = found.id
+    if reply.reason:
+        facts["warnings"].append(reply.reason)
+    return facts
 
 
 def describe_snapshot(path: Path, *, html: Path | None = None) -> dict[str, Any]:

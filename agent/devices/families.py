@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from agent.allocator.families import allocator_families
 from agent.devices.model import DevicesView, DeviceView, LibraryState
 
 PREFIX = "kvatlas_"
@@ -73,7 +74,7 @@ def device_families(view: DevicesView) -> list[Metric]:
         for name, figure in figures.items():
             if figure is not None:
                 process.add_metric([*labels, name], figure)
-    return [memory, up, info, nvml, host, process]
+    return [memory, up, info, nvml, host, process, *allocator_families(view.allocators)]
 
 
 def _flat(devices: tuple[DeviceView, ...]) -> Iterator[DeviceView]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from agent.allocator.polling import AllocatorSample
+
 
 class LibraryState(StrEnum):
     """How NVML as a whole stands. Only OK gives devices."""
@@ -209,6 +211,7 @@ class DevicesView:
     cgroup: CgroupMemory | None  # the agent's own
     cgroup_reason: str
     engines: tuple[EngineProcess, ...]
+    allocators: tuple[AllocatorSample, ...] = ()
 
 
 NOTHING_READ = DevicesView(

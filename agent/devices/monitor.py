@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
+from agent.allocator.polling import AllocatorControl, AllocatorPoll, AllocatorSample
+from agent.compaction.control_client import EngineControl
 from agent.devices.host import cgroup_memory, host_memory
 from agent.devices.join import Join, engines_of
 from agent.devices.model import (
@@ -49,8 +52,9 @@ class DeviceMonitor:
         clock: Clock | None = None,
         reader: NvmlReader | None = None,
         table: ProcessTable | None = None,
+        control_of: Callable[[Path], AllocatorControl] = EngineControl,
     ) -> None:
-        """`pools` tells which engines there are. `reader` and `table` are for other sources than this machine's."""
+        """`pools` tells which engines there are. The last three are for other sources than this machine's."""
         self.settings = settings or MonitorSettings()
         self._pools, self._clock = pools, clock or Clock()
         self._reader = reader or NvmlReader(monotonic=self._clock.monotonic, system=meminfo)
@@ -59,17 +63,21 @@ class DeviceMonitor:
         self._known: tuple[DeviceSample, ...] = ()  # as of the last good round, to name them while none comes
         timing = Timing(self.settings.interval_seconds, self.settings.timeout_seconds, self._clock.monotonic)
         self._local: Watcher[DevicesView] = Watcher("devices", self._read_all, timing)
+        poll = AllocatorPoll(pools, control_of, monotonic=self._clock.monotonic)
+        self._allocators: Watcher[tuple[AllocatorSample, ...]] = Watcher("allocators", poll.read, timing)
         self._nvml: Watcher[NvmlReading] = Watcher("nvml", self._read_nvml, timing, after=self._local.wake)
 
     def start(self) -> None:
         if self.settings.devices:
             self._nvml.start()
+        self._allocators.start()
         self._local.start()
 
     def stop(self, timeout_seconds: float = 0.0) -> None:
-        """Let both threads end; one that hangs is left behind. The session is not closed, since that may hang too."""
-        if self._local.stop(timeout_seconds):
-            self._nvml.stop(timeout_seconds)
+        """Let the threads end; one that hangs is left behind. The session is not closed, since that may hang too."""
+        self._nvml.stop()
+        self._allocators.stop()
+        self._local.stop(timeout_seconds)
 
     def wait(self, rounds: int, timeout_seconds: float) -> bool:
         """Wait for that many rounds of NVML, then for one of the rest that tells of them."""
@@ -124,6 +132,7 @@ class DeviceMonitor:
             cgroup=cgroup,
             cgroup_reason=cgroup_reason,
             engines=tuple(_engine_process(engine, process) for engine, process in found),
+            allocators=self._allocators.latest().value or (),
         )
 
     def _reading(self, watched: Watched[NvmlReading] | None) -> NvmlReading:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+_log = logging.getLogger("kvatlas.devices")
 Say = Callable[[str], None]
 
 
@@ -40,7 +42,7 @@ class Watcher(Generic[T]):
     def __init__(
         self, name: str, read: Callable[[Say], T], timing: Timing, *, after: Callable[[], None] | None = None
     ) -> None:
-        """`read` must not raise; it may tell what it is about to do through its argument. `after` follows a round."""
+        """`read` should not raise; it may tell what it is about to do through its argument. `after` follows a round."""
         self._name, self._read, self._timing, self._after = name, read, timing, after
         self._leave = False
         self._wake = threading.Event()
@@ -50,6 +52,7 @@ class Watcher(Generic[T]):
         self._begun: float | None = None
         self._doing = ""
         self._rounds = 0
+        self._failed = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -92,7 +95,13 @@ class Watcher(Generic[T]):
         while not self._leave:
             with self._changed:
                 self._begun, self._doing = self._timing.monotonic(), ""
-            value = self._read(self._say)
+            value: T | None = None
+            try:
+                value = self._read(self._say)
+            except Exception:  # noqa: BLE001 - the thread must outlive any fault; without a value nothing is told as known
+                if not self._failed:
+                    _log.exception("%s could not be read; said once", self._name)
+                self._failed = True
             with self._changed:
                 self._value, self._taken, self._begun = value, self._timing.monotonic(), None
                 self._rounds += 1

@@ -13,6 +13,7 @@ from fastapi.responses import HTMLResponse
 from agent import wire
 from agent.alerting.service import Alerting
 from agent.compaction.driver import CompactionDriver
+from agent.devices.model import NOTHING_READ, DevicesView
 from agent.engine_metrics import presenter as metrics_presenter
 from agent.engine_metrics.model import EngineMetricsView, UnmappedEngine
 from agent.exporter import CONTENT_TYPE, Exporter
@@ -23,6 +24,7 @@ from agent.web import presenter
 from agent.web.alert_routes import add_alerts
 from agent.web.cells import map_cells
 from agent.web.compaction_routes import add_compaction
+from agent.web.device_routes import add_devices
 from agent.web.docs_page import render_docs
 from agent.web.errors import ApiError, add_error_handlers, json_response
 from agent.web.plan_routes import add_planning
@@ -54,6 +56,7 @@ class ApiContext:
     clock: Clock = field(default_factory=Clock)
     alerting: Alerting | None = None  # without it there are no routes of alerts
     engine_metrics: Callable[[], EngineMetricsView] = EngineMetricsView
+    devices: Callable[[], DevicesView] = lambda: NOTHING_READ
 
 
 def create_app(context: ApiContext) -> FastAPI:
@@ -73,6 +76,7 @@ def create_app(context: ApiContext) -> FastAPI:
     may_change = require_writer(context)
     add_compaction(app, context.compaction, lambda id: _sample(context, id), may_change, context.guard)
     add_planning(app, lambda id: _sample(context, id), may_change)
+    add_devices(app, context.devices, context.clock)
     if context.alerting is not None:
         add_alerts(app, context.alerting, may_change, context.clock)
     return app

@@ -22,13 +22,13 @@ from agent.allocator.skipping import Skipped
 
 SKIP = ("frames", "device_traces")
 
-keys = st.sampled_from(["size", "frames", "device_traces", "blocks", "a" * 70]) | st.text(max_size=5)
+keys = st.sampled_from(["size", "frames", "device_traces", "blocks", "a" * 60]) | st.text(max_size=5)
 atoms = (
     st.none()
     | st.booleans()
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False)
-    | st.sampled_from(["size", "blocks", "a" * 70])  # not the names of SKIP: those are told by standing before a value
+    | st.sampled_from(["size", "blocks", "a" * 60])  # not the names of SKIP: those are told by standing before a value
     | st.text(min_size=200, max_size=400)
 )
 values = st.recursive(
