@@ -104,6 +104,11 @@ def _judge_type(model_type: str, text: Fields, reading: Reading) -> None:
     if model_type in families.STATEFUL or model_type in families.LATENT:
         return
     if model_type not in families.KNOWN:
+        if any(word in model_type for word in families.FOREIGN_WORDS):
+            raise LayoutUnknown(
+                f"model_type {model_type} keeps something other than keys and values, which no formula here counts; "
+                "take the bytes per block from the engine's own log"
+            )
         if foreign:
             raise LayoutUnknown(
                 f"model_type {model_type or '(none)'} is not known here, and {', '.join(sorted(foreign)[:4])} in its "

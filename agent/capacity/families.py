@@ -83,6 +83,7 @@ FOREIGN_WORDS = (
     "mamba",
     "ssm",
     "rwkv",
+    "retnet",
     "recurrent",
     "lru_",
     "linear_attn",

@@ -133,7 +133,8 @@ def test_a_state_is_divided_among_ranks(geometry_of: Read) -> None:
     ("changed", "reason"),
     [
         ({"model_type": "deepseek_v4", "compress_ratios": [4, 128]}, "compress_ratios"),
-        ({"model_type": "rwkv7", "recurrent_size": 64}, "recurrent_size"),
+        ({"model_type": "rwkv7"}, "model_type rwkv7 keeps something other"),
+        ({"model_type": "brand_new", "recurrent_size": 64}, "recurrent_size"),
         ({"model_type": "brand_new", "kv_lora_rank": 512, "latent_size": 8}, "latent_size"),
         ({"model_type": "minimax_m2", "attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
         ({"layer_types": ["full_attention"] * 3 + ["hyper_attention"]}, "hyper_attention"),
