@@ -6,14 +6,13 @@ Everything here runs on the engine core's own thread, apart from `turn_off`, whi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine_shim.adapters.vllm import identity
-from engine_shim.adapters.vllm.allocation import Allocation, allocation_setting, relocation_refusal
 from engine_shim.adapters.vllm.hooks import Hook, Hooks, Method
-from engine_shim.adapters.vllm.relocator import BYTES_A_STEP, Relocator
 from engine_shim.adapters.vllm.shape import Findings
+from engine_shim.adapters.vllm.steering import Steering
 from engine_shim.adapters.vllm.watched_pool import WatchedPool, whole_number
 
 log = logging.getLogger("kvatlas.shim")
@@ -29,8 +28,8 @@ class Attachment:
         self.findings = findings
         self.hooks = Hooks()
         self.pools: list[WatchedPool] = []
-        self.relocator: Relocator | None = None  # where KVATLAS_VLLM_ALLOCATION asks for it and nothing is against it
         self.reason = ""
+        self.steering = Steering(scheduler, environment, turn_off=self.turn_off, stop_if_asked=self.stop_if_asked)
         self._version = version
         self._environment = environment
         self._audit_steps = whole_number(environment, "KVATLAS_AUDIT_STEPS", AUDIT_STEPS)
@@ -48,18 +47,23 @@ class Attachment:
         if all(watched.observer.path is None for watched in self.pools):
             self.reason = self.pools[0].observer.reason
             return
-        self._prepare_relocation()
+        self.steering.prepare(self.pools[0])  # its hooks stand inside of those of observation
         self._install()
 
     def turn_off(self, reason: str) -> None:
         """Stop watching at the next step, take every hook off and remove the maps. From any thread."""
         self._asked_off = reason or "turned off"
 
+    def stop_if_asked(self) -> None:
+        """Stop now where `turn_off` was called, on the engine's thread."""
+        if self._asked_off and not self.reason:
+            log.warning("turned off: %s", self._asked_off)
+            self.stop(self._asked_off)
+
     def stop(self, reason: str, *, keep_maps: bool = False) -> None:
         """Take every hook off now, on the engine's thread. Idempotent. Kept maps are marked as degraded."""
         self.hooks.remove_all()
-        if self.relocator is not None:
-            self.relocator.stop(reason)
+        self.steering.stop(reason)
         if self.reason:
             return
         self.reason = reason
@@ -82,6 +86,7 @@ class Attachment:
                 watched.observer.set_flag(sleeping=True)
             return
         self.hooks.remove_all()
+        self.steering.asleep()
         for watched in self.pools:
             watched.observer.close()
         self.pools.clear()
@@ -99,46 +104,6 @@ class Attachment:
             spec = identity.describe(scheduler, pool, name, self._version, self._environment)
             watched = WatchedPool(scheduler, pool, spec, self.findings, self.fault, self._environment)
             self.pools.append(watched)
-
-    def _prepare_relocation(self) -> None:
-        """Put relocation's hooks on, inside those of observation; once, for they stay on through sleep and wake."""
-        setting = allocation_setting(self._environment)
-        if self.relocator is None:
-            if setting is Allocation.STOCK:
-                return
-            if refusal := relocation_refusal(self.scheduler):
-                log.warning("relocating allocation is refused, vLLM allocates by itself: %s", refusal)
-                return
-            mebibytes = whole_number(self._environment, "KVATLAS_VLLM_RELOCATION_MIB", BYTES_A_STEP >> 20)
-            self.relocator = Relocator(
-                self.scheduler,
-                self.pools[0].spec.block_bytes,
-                bytes_a_step=mebibytes << 20,
-                on_evicted=lambda blocks: self.pools[0].tap.lost(blocks),
-                on_moved=self._relocated,
-            )
-            self.relocator.install()
-            if setting is Allocation.RELOCATING:
-                self.relocator.switch(True)
-        self._show_relocation()
-
-    def relocate(self, on: bool) -> None:
-        """Switch relocating allocation on or off from the next step on, where there is a relocator."""
-        if self.relocator is not None:
-            self.relocator.switch(on)
-            self._show_relocation()
-
-    def _show_relocation(self) -> None:
-        on = self.relocator is not None and self.relocator.on
-        self.pools[0].observer.set_policy("relocating" if on else "vllm")
-        self.pools[0].observer.set_flag(relocating=on)
-
-    def _relocated(self, sources: Sequence[int], destinations: Sequence[int], more: int) -> None:
-        observer = self.pools[0].observer
-        observer.moved(sources, destinations, live=False)
-        if more:
-            observer.counted("relocation_copies", more)
-            observer.counted("relocation_bytes", more * self.pools[0].spec.block_bytes)
 
     def _install(self) -> None:
         scheduler, findings, wrap = self.scheduler, self.findings, self.hooks.wrap
@@ -178,14 +143,21 @@ class Attachment:
         return around
 
     def _around_schedule(self, hook: Hook) -> Method:
-        return self._after(lambda output, *_, **__: self._scheduled(output.num_scheduled_tokens))(hook)
+        scheduled = self._after(lambda output, *_, **__: self._scheduled(output.num_scheduled_tokens))(hook)
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            try:
+                self.steering.boundary()
+            except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+                self.fault(error)
+            return scheduled(*args, **kwargs)
+
+        return schedule
 
     def _scheduled(self, counts: Mapping[str, int]) -> None:
         """A step was scheduled. It is shown once its forward pass has been started, so that a GPU need not wait for it;
         at once, where the map says that nothing runs: an engine that then hangs must not look idle."""
-        if self._asked_off and not self.reason:
-            log.warning("observation turned off: %s", self._asked_off)
-            self.stop(self._asked_off)
+        self.stop_if_asked()
         self._show_step()  # one that was never dispatched
         self._counts = counts
         if not self._running_shown or not self._sees_dispatch:

@@ -73,6 +73,7 @@ def attach(scheduler: Any, environment: Mapping[str, str] = os.environ) -> Attac
         if one.reason:  # no map: MapObserver has said why
             return None
         _watch_sleep()
+        _watch_cores()
         _attachments.append(one)
     except Exception as error:  # noqa: BLE001 - vLLM must start whatever befalls us
         _give_up(repr(error))
@@ -151,6 +152,34 @@ def _telling_of_sleep(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(change, _MARK, True)
     return change
+
+
+def _watch_cores() -> None:
+    """Get to know the engine core of each scheduler: its constructor is under way when the scheduler is made, so what
+    is hooked is what it calls afterwards. It has the workers, and the queue that an idle one waits at."""
+    module = sys.modules.get("vllm.v1.engine.core")
+    for owner, name in (
+        ("EngineCore", "step"),
+        ("EngineCore", "step_with_batch_queue"),
+        ("EngineCoreProc", "run_busy_loop"),
+        ("DPEngineCoreProc", "run_busy_loop"),
+    ):
+        core_class = getattr(module, owner, None)
+        stock = vars(core_class).get(name) if core_class is not None else None
+        if callable(stock) and not hasattr(stock, _MARK):
+            setattr(core_class, name, _naming_core(stock))
+
+
+def _naming_core(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in _attachments:
+            if one.steering.core is None and one.scheduler is getattr(self, "scheduler", None):
+                one.steering.core = self
+        return stock(self, *args, **kwargs)
+
+    setattr(call, _MARK, True)
+    return call
 
 
 def _kv_asleep(executor: Any) -> bool:

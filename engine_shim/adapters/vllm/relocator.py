@@ -36,7 +36,10 @@ class Relocator:
 
     `on_evicted` is called when prefixes were evicted, with those that vLLM's own methods did not evict;
     `on_moved(sources, destinations, more)` when prefixes changed their blocks, with `more` copies beyond one each (of
-    two prefixes that changed places). `reason` says why it is off for good, "" while it may be switched on.
+    two prefixes that changed places); `on_failed` when it has gone off for good, and `reason` then says why.
+
+    Beside a KV connector hits stay where they are. One that is moved leaves its old block to be handed out in the same
+    step, maybe for the connector to fill, which may happen before the step's copies have read it.
     """
 
     def __init__(
@@ -47,13 +50,15 @@ class Relocator:
         bytes_a_step: int = BYTES_A_STEP,
         on_evicted: Evicted = lambda blocks: None,
         on_moved: Moved = lambda sources, destinations, more: None,
+        on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._cache = scheduler.kv_cache_manager
         self._pool = self._cache.block_pool
         self._queue = self._pool.free_block_queue
-        self.on_evicted, self.on_moved = on_evicted, on_moved
+        self.on_evicted, self.on_moved, self._on_failed = on_evicted, on_moved, on_failed
         self.reason = ""
         self.copied = 0  # blocks, since the start
+        self._pulls = scheduler.connector is None
         self._limit = bytes_a_step // max(1, block_bytes)
         self._left = self._limit
         self._on = False
@@ -93,10 +98,15 @@ class Relocator:
             self._hooks.remove_all()
 
     def _failed(self, what: str, error: BaseException) -> None:
-        if not self.reason:
-            log.error("%s; relocating allocation is off, vLLM allocates by itself: %r", what, error)
-        self.reason = self.reason or f"{what}: {error!r}"
         self._on = False
+        if self.reason:
+            return
+        self.reason = f"{what}: {error!r}"
+        log.error("%s; relocating allocation is off, vLLM allocates by itself: %r", what, error)
+        try:
+            self._on_failed()
+        except Exception as second:  # noqa: BLE001 - it is off already, and the log has said so
+            log.error("that relocating allocation is off could not be shown: %r", second)
 
     # The hooks. What is done for vLLM's sake stands outside of any guard and cannot fail; what is ours is guarded.
 
@@ -190,7 +200,7 @@ class Relocator:
 
     def _around_hits(self, hook: Hook) -> Method:
         def allocate_new_computed_blocks(request_id: str, new_computed_blocks: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._on and self._in_step and any(new_computed_blocks):
+            if self._on and self._in_step and self._pulls and any(new_computed_blocks):
                 try:
                     new_computed_blocks = self._pull(new_computed_blocks)
                 except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine

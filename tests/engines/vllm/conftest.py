@@ -102,6 +102,12 @@ def in_process(drive: Callable[..., Report]) -> Report:
 
 
 @pytest.fixture(scope="session")
+def relocating(drive: Callable[..., Report]) -> Report:
+    """Relocating allocation beside vLLM's own, in one process, every map compared at every step."""
+    return drive("drive_relocating", VLLM_ENABLE_V1_MULTIPROCESSING="0", KVATLAS_AUDIT_STEPS="1")
+
+
+@pytest.fixture(scope="session")
 def serving(drive: Callable[..., Report]) -> Report:
     """Engine core and worker in processes of their own."""
     return drive("drive_serving")

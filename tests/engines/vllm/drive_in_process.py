@@ -15,7 +15,8 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,10 @@ class Engine:
             block_size=32,
             num_gpu_blocks_override=blocks,
             max_num_seqs=12,
-            max_num_batched_tokens=192,
             max_model_len=1024,
             seed=0,
             disable_log_stats=False,
-            **settings,
+            **{"max_num_batched_tokens": 192, **settings},
         )
         KEPT.append(self.llm)
         self.engine = self.llm.llm_engine
@@ -171,9 +171,10 @@ def watched(hybrid: bool) -> dict[str, Any]:
     }
 
 
-def scheduled_ahead() -> dict[str, Any]:
-    """Async scheduling: two batches in flight, so blocks and tokens of a step are settled before the step before it has
-    its output. The CPU platform turns it off, and vLLM works with it all the same."""
+@contextmanager
+def ahead_of_output() -> Iterator[None]:
+    """Engines that are made meanwhile schedule a step before the one before it has its output. The CPU platform turns
+    that off, and vLLM works with it all the same."""
     from vllm.platforms.cpu import CpuPlatform
 
     stock = vars(CpuPlatform)["check_and_update_config"]
@@ -184,9 +185,15 @@ def scheduled_ahead() -> dict[str, Any]:
 
     CpuPlatform.check_and_update_config = staticmethod(ahead)
     try:
-        engine = Engine()
+        yield
     finally:
         CpuPlatform.check_and_update_config = stock
+
+
+def scheduled_ahead() -> dict[str, Any]:
+    """Async scheduling: two batches in flight, so blocks and tokens of a step are settled early."""
+    with ahead_of_output():
+        engine = Engine()
     truth = Truth(engine.scheduler, engine.reader)
     engine.at_each_step(truth.check)
     same = served(engine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 FREE, CACHED, USED, PINNED, RESERVED = range(5)
@@ -122,3 +124,43 @@ class Truth:
             "most_shared": self.shared_seen,
             "most_pinned": self.pinned,
         }
+
+
+def faults_of_the_pool(scheduler: Any) -> list[str]:
+    """What does not fit together in vLLM's own objects: tables and references, the free queue, the table of hashes."""
+    cache = scheduler.kv_cache_manager
+    pool = cache.block_pool
+    found: list[str] = []
+    references: Counter[int] = Counter()
+    for manager in cache.coordinator.single_type_managers:
+        for table in manager.req_to_blocks.values():
+            references.update(block.block_id for block in table if not block.is_null)
+        references.update(block.block_id for pair in manager._pending_cow_copies for block in pair)
+    for _, blocks in scheduler.deferred_frees:
+        references.update(block.block_id for block in blocks if not block.is_null)
+    queue = pool.free_block_queue
+    queued = [block.block_id for block in queue.get_all_free_blocks()]
+    if queued != list(_backwards(queue))[::-1] or len(queued) != queue.num_free_blocks:
+        found.append("the free queue is not whole")
+    free = set(queued)
+    for block in pool.blocks:
+        number = block.block_id
+        if block.is_null:
+            continue
+        if block.ref_cnt != references[number]:
+            found.append(f"block {number} counts {block.ref_cnt} references, {references[number]} are in tables")
+        if (block.ref_cnt == 0) != (number in free):
+            found.append(f"block {number} with {block.ref_cnt} references: in the free queue {number in free}")
+    for name, entry in pool.cached_block_hash_to_block._cache.items():
+        for number, block in (entry if isinstance(entry, dict) else {entry.block_id: entry}).items():
+            known = {block.block_hash, *pool.cached_block_hashes_by_block.get(number, ())}
+            if block.block_id != number or pool.blocks[number] is not block or name not in known:
+                found.append(f"block {number} stands under a hash that is not its own")
+    return found
+
+
+def _backwards(queue: Any) -> Iterator[int]:
+    block = queue.fake_free_list_tail.prev_free_block
+    while block is not queue.fake_free_list_head:
+        yield block.block_id
+        block = block.prev_free_block

@@ -1,0 +1,123 @@
+"""Answers what the control socket asks of one vLLM engine core, on the core's own thread, between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine_shim.adapters.vllm.relocator import Relocator
+from engine_shim.compaction.compactor import Compactor
+from engine_shim.control.mailbox import ControlMailbox, ControlTicket
+from engine_shim.control.messages import (
+    CompactRequest,
+    ControlReply,
+    Detail,
+    ErrorReply,
+    MovingRequest,
+    PlanRequest,
+    RelocationRequest,
+    StatusReply,
+    SwitchReply,
+    TurnOffRequest,
+)
+from engine_shim.control.replies import limits, plan_reply, report_reply
+from engine_shim.errors import ControlRefused
+
+
+class ControlDesk:
+    """One engine core's. Without a relocator or a compactor, what needs one is refused with the reason given."""
+
+    def __init__(
+        self,
+        mailbox: ControlMailbox,
+        *,
+        relocator: Relocator | None,
+        no_relocation: str,
+        compactor: Compactor | None,
+        no_compaction: str,
+        relocate: Callable[[bool], None],
+        turn_off: Callable[[str], None],
+    ) -> None:
+        self._mailbox = mailbox
+        self._relocator, self._no_relocation, self._relocate = relocator, no_relocation, relocate
+        self._compactor, self._no_compaction = compactor, no_compaction
+        self._turn_off = turn_off
+
+    def serve(self) -> None:
+        """Carry out what has been asked for since the last call."""
+        while self._mailbox.pending():
+            ticket = self._mailbox.take()
+            if ticket is None:
+                return
+            reply = self._carry_out(ticket)
+            if reply is not None:
+                self._mailbox.answer(ticket, reply)
+
+    def _carry_out(self, ticket: ControlTicket) -> ControlReply | None:
+        request = ticket.request
+        try:
+            if isinstance(request, RelocationRequest):
+                return self._switch_relocation(request.on)
+            if isinstance(request, MovingRequest):
+                return self._switch_moving(request.on)
+            if isinstance(request, TurnOffRequest):
+                reason = request.reason or "asked for over the control socket"
+                self._turn_off(reason)
+                return SwitchReply(on=False, reason=reason)
+            if isinstance(request, CompactRequest | PlanRequest):
+                return self._compact(ticket, request)
+            return self._status()
+        except ControlRefused as error:
+            return ErrorReply(error=error.error, message=str(error), action="wait for the run to end")
+        except Exception as error:  # noqa: BLE001 - a fault in answering must not reach the engine's step
+            return ErrorReply(error="failed", message=f"{type(error).__name__}: {error}", action="see the engine's log")
+
+    def _compact(self, ticket: ControlTicket, request: CompactRequest | PlanRequest) -> ControlReply | None:
+        compactor, answer = self._compactor, self._mailbox.answer
+        if compactor is None:
+            return ErrorReply(
+                error="refused", message=self._no_compaction, action="start vLLM with KVATLAS_VLLM_COMPACTION=1"
+            )
+        if isinstance(request, CompactRequest):
+            compactor.start(
+                limits(compactor.defaults, request), done=lambda report: answer(ticket, report_reply(report))
+            )
+        else:
+            compactor.dry_run(
+                lambda plan: answer(ticket, plan_reply(plan)), target=request.target, max_moves=request.max_moves
+            )
+        return None
+
+    def _switch_moving(self, on: bool) -> SwitchReply:
+        if self._compactor is None:
+            return SwitchReply(on=False, reason=self._no_compaction)
+        return SwitchReply(on=self._compactor.set_moving(on), reason=self._compactor.switch.reason)
+
+    def _switch_relocation(self, on: bool) -> SwitchReply:
+        if self._relocator is None:
+            return SwitchReply(on=False, reason=self._no_relocation)
+        self._relocate(on)
+        return SwitchReply(on=self._relocator.on, reason=self._relocator.reason)
+
+    def _status(self) -> StatusReply:
+        relocator, compactor = self._relocator, self._compactor
+        relocates = relocator is not None and relocator.on
+        details: dict[str, Detail] = {}
+        moving, reason = False, self._no_compaction
+        if compactor is not None:
+            switch = compactor.switch
+            reason = switch.reason or compactor.mover.refusal()
+            moving = not reason
+            details = {"moving_failed": switch.failed, "moving_off_by": switch.off_by or ""}
+        if relocator is None or relocator.reason:
+            details["relocation_reason"] = self._no_relocation if relocator is None else relocator.reason
+        return StatusReply(
+            moving=moving,
+            relocation=None if relocator is None or relocator.reason else relocates,
+            running=compactor is not None and compactor.active,
+            policy="relocating" if relocates else "vllm",
+            reason=reason,
+            last_report=None
+            if compactor is None or compactor.last_report is None
+            else report_reply(compactor.last_report),
+            details=details,
+        )

@@ -1,0 +1,484 @@
+"""Runs real vLLM engines with relocating allocation in this process, beside stock ones, and compares what they do.
+
+    python drive_relocating.py WORK_FOLDER
+
+Prints one line, `RESULT {...}`, with a report for each variant. Evictions, hits and tokens of all requests are told as
+digests, so that the test can compare engines that have served the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import safetensors.torch  # type: ignore[import-not-found]
+from drive_in_process import LOG, WORK, Engine, ahead_of_output  # type: ignore[import-not-found]
+from pool_truth import Truth, faults_of_the_pool  # type: ignore[import-not-found]
+
+from engine_shim.adapters.vllm import block_copies, contents, placement, relocator
+from engine_shim.control.messages import RelocationRequest, StatusRequest, encode_request
+from engine_shim.control.peer import socket_address, socket_path
+
+Requests = list[tuple[str, list[int], int]]
+SETTING = "KVATLAS_VLLM_ALLOCATION"
+BLOCK = 32
+
+
+def conversation(requests: int, *, seed: int = 3, prefixes: int = 8, longest_answer: int = 40) -> Requests:
+    """Prompts of 5 to 25 blocks that share prefixes. One in four is asked again, and ends where a block ends: vLLM then
+    computes its last block again, which leaves two blocks of one hash."""
+    dice = random.Random(seed)
+    shared = [[dice.randrange(3, 1000) for _ in range(8 * BLOCK)] for _ in range(prefixes)]
+    made: Requests = []
+    for number in range(requests):
+        if number % 4 == 3:
+            prompt = list(made[dice.randrange(len(made))][1])
+            prompt = prompt[: len(prompt) // BLOCK * BLOCK]
+        else:
+            prompt = dice.choice(shared)[: dice.choice((4, 8)) * BLOCK]
+            prompt = prompt + [dice.randrange(3, 1000) for _ in range(dice.randrange(200, 700))]
+        made.append((f"r{number}", prompt, dice.randrange(4, longest_answer)))
+    return made
+
+
+class Watch:
+    """Looks at an engine while it serves: what is evicted, how the pool lies, and whether everything fits together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self.pool = engine.scheduler.kv_cache_manager.block_pool
+        self.truth = Truth(engine.scheduler, engine.reader)
+        self.evicted: list[str] = []
+        self.cached_tokens: dict[str, int] = {}
+        self.fragmentation: list[float] = []
+        self.live: list[float] = []
+        self.runs = self.fresh_blocks = self.prompts = self.duplicates = 0
+        self.zeroed_sources = self.twice = self.copies = 0
+        self.faults: list[str] = []
+        self._counted: set[str] = set()
+        self._hits: dict[str, int] = {}
+        self._watch_evictions()
+        self._watch_steps()
+        engine.at_each_step(self.look)
+
+    def _watch_evictions(self) -> None:
+        stock = self.pool._maybe_evict_cached_block
+
+        def evict(block: Any) -> Any:
+            if block.block_hash is not None:
+                self.evicted.append(bytes(block.block_hash).hex())
+            return stock(block)
+
+        self.pool._maybe_evict_cached_block = evict
+
+    def _watch_steps(self) -> None:
+        stock = self.scheduler.schedule
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            output = stock(*args, **kwargs)
+            copies = output.kv_cache_block_copies or []
+            self.copies += len(copies)
+            self.zeroed_sources += len({copy.src_block_id for copy in copies} & set(output.new_block_ids_to_zero or ()))
+            self.twice += len(copies) - len({copy.dst_block_id for copy in copies})
+            return output
+
+        self.scheduler.schedule = schedule
+        cache = self.scheduler.kv_cache_manager
+        record = cache.record_prefix_cache_stats
+
+        def record_prefix_cache_stats(request: Any, num_hits: int) -> None:
+            self._hits[request.request_id] = num_hits
+            record(request, num_hits)
+
+        cache.record_prefix_cache_stats = record_prefix_cache_stats
+
+    def look(self) -> None:
+        """Once a step."""
+        self.truth.check()
+        self.faults += faults_of_the_pool(self.scheduler)
+        snapshot = self.engine.snapshot()
+        allocatable = snapshot.states < 2
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], allocatable.astype(np.int8), [0]))))
+        if allocatable.any():
+            self.fragmentation.append(float(1 - (edges[1::2] - edges[::2]).max() / allocatable.sum()))
+        self.live.append(float((snapshot.states == 2).mean()))
+        entries = self.pool.cached_block_hash_to_block._cache.values()
+        self.duplicates = max(self.duplicates, sum(isinstance(entry, dict) and len(entry) > 1 for entry in entries))
+        self._count_runs()
+
+    def _count_runs(self) -> None:
+        """Contiguous runs of the blocks that a prompt was given anew, once it is computed: what a transfer pays for."""
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        for request in self.scheduler.running:
+            name = request.request_id
+            if name in self._counted or request.num_computed_tokens < request.num_prompt_tokens:
+                continue
+            self._counted.add(name)
+            self.prompts += 1
+            for manager in managers:
+                hits = self._hits.get(name, 0) // BLOCK
+                table = [block.block_id for block in manager.req_to_blocks[name][hits:] if not block.is_null]
+                self.fresh_blocks += len(table)
+                self.runs += sum(after != before + 1 for before, after in zip([-9, *table], table, strict=False))
+
+    def serve(self, requests: Requests, at_once: int = 2) -> None:
+        """Serve them, some arriving while others run."""
+        dice = random.Random(7)
+        waiting = requests[::-1]
+        deadline = time.monotonic() + 120
+        while waiting or self.engine.engine.has_unfinished_requests():
+            for _ in range(min(len(waiting), dice.randrange(at_once))):
+                self.engine.add(*waiting.pop())
+            for output in self.engine.engine.step():
+                self.engine.tokens[output.request_id] = list(output.outputs[0].token_ids)
+                self.cached_tokens[output.request_id] = output.num_cached_tokens
+            if time.monotonic() > deadline:
+                raise TimeoutError("requests are left")
+        self.truth.check()
+
+    def report(self) -> dict[str, Any]:
+        """For the test that runs this driver."""
+        one = self.engine.attachment.steering.relocator if self.engine.attachment else None
+        counters = self.engine.snapshot().counters
+        return {
+            **self.truth.report(),
+            "tokens": _digest(sorted(self.engine.tokens.items())),
+            "served": len(self.engine.tokens),
+            "cached_tokens": _digest(sorted(self.cached_tokens.items())),
+            "evicted": _digest(self.evicted),
+            "evictions": len(self.evicted),
+            "fragmentation_p50": float(np.median(self.fragmentation)) if self.fragmentation else None,
+            "live_share": float(np.mean(self.live)),
+            "runs_per_prompt": self.runs / max(1, self.prompts),
+            "fresh_blocks_per_prompt": self.fresh_blocks / max(1, self.prompts),
+            "duplicates": self.duplicates,
+            "copies": self.copies,
+            "copied": one.copied if one else 0,
+            "reason": (one.reason if one else "no relocator"),
+            "watched": self.engine.attachment.reason if self.engine.attachment else "not attached",
+            "preemptions": counters["preemptions"],
+            "repairs": counters["repairs"],
+            "counted_copies": counters["relocation_copies"],
+            "zeroed_sources": self.zeroed_sources,
+            "written_twice": self.twice,
+            "faults": self.faults[:5],
+            "policy": self.engine.snapshot().identity.policy,
+            "flag": self.engine.snapshot().flags.relocating,
+            "log": LOG.take(),
+        }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute is another for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def served(setting: str, requests: Requests, *, prepare: Callable[[Watch], None] | None = None, **engine: Any) -> Any:
+    """The report of one engine that has served these requests under this setting."""
+    os.environ[SETTING] = setting
+    watch = Watch(Engine(**engine))
+    if prepare is not None:
+        prepare(watch)
+    watch.serve(requests)
+    return watch.report()
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "full": {"blocks": 480, "max_num_batched_tokens": 1024},
+    "hybrid": {"blocks": 660, "max_num_batched_tokens": 1024, "hybrid": True},
+    "tight": {"blocks": 110, "max_num_batched_tokens": 192},  # preemptions, and prompts in several chunks
+}
+SHORT = conversation(60, seed=11)
+
+
+def compared() -> dict[str, Any]:
+    """Stock beside relocating, and relocating without a part that it cannot do without."""
+    reports: dict[str, Any] = {}
+    for name, size in SIZES.items():
+        requests = conversation(60, longest_answer=200) if name == "tight" else conversation(120)
+        reports[name] = {setting: served(setting, requests, **size) for setting in ("stock", "relocating")}
+
+    def nothing_copied(self: Any, others: Any) -> list[Any]:
+        self._origins.clear()
+        return list(others)
+
+    with replaced(block_copies.StepCopies, "drain", nothing_copied):
+        reports["full"]["without copies"] = served("relocating", conversation(120), **SIZES["full"])
+
+    chosen = placement.Placement.choose_lower
+
+    def careless(self: Any, hits: Any, allocatable: int, copies: int, keep: Any) -> Any:
+        return chosen(self, hits, allocatable, copies, ())
+
+    requests = conversation(120, seed=4)  # among whose hits are some that lie low while others are pulled down
+    reports["hybrid"]["with exclusion"] = served("relocating", requests, **SIZES["hybrid"])
+    with replaced(placement.Placement, "choose_lower", careless):
+        reports["hybrid"]["without exclusion"] = served("relocating", requests, **SIZES["hybrid"])
+    return reports
+
+
+def two_in_flight() -> dict[str, Any]:
+    with ahead_of_output():
+        return {setting: served(setting, SHORT, **SIZES["full"]) for setting in ("stock", "relocating")}
+
+
+def bounded() -> dict[str, Any]:
+    """At most 1 MiB, 8 blocks of the tiny model, are copied with a step."""
+    os.environ["KVATLAS_VLLM_RELOCATION_MIB"] = "1"
+    most: list[int] = []
+
+    def watch_copies(watch: Watch) -> None:
+        stock = watch.scheduler.schedule
+
+        def schedule(*args: Any, **kwargs: Any) -> Any:
+            output = stock(*args, **kwargs)
+            most.append(len(output.kv_cache_block_copies or ()))
+            return output
+
+        watch.scheduler.schedule = schedule
+
+    try:
+        report = served("relocating", SHORT, prepare=watch_copies, **SIZES["full"])
+    finally:
+        del os.environ["KVATLAS_VLLM_RELOCATION_MIB"]
+    return {**report, "most_copies_a_step": max(most), "stock": served("stock", SHORT, **SIZES["full"])}
+
+
+def switched() -> dict[str, Any]:
+    """With `auto` it is off until somebody asks for it over the control socket, and on until somebody asks again."""
+    replies: list[dict[str, Any]] = []
+    flags: list[bool] = []
+
+    def ask_meanwhile(watch: Watch) -> None:
+        plan = {
+            30: RelocationRequest(on=True), 60: StatusRequest(), 90: RelocationRequest(on=False), 120: StatusRequest(),
+        }  # fmt: skip
+
+        def at_step() -> None:
+            flags.append(watch.engine.snapshot().flags.relocating)
+            if (request := plan.get(watch.truth.steps)) is not None:
+                threading.Thread(target=lambda: replies.append(ask(watch.engine, request))).start()
+
+        watch.engine.at_each_step(at_step)
+
+    report = served("auto", conversation(120), prepare=ask_meanwhile, **SIZES["full"])
+    return {**report, "replies": replies, "flags": sorted({*flags}), "first_flag": flags[0], "last_flag": flags[-1]}
+
+
+def ask(engine: Engine, request: Any) -> dict[str, Any]:
+    """What the engine's control socket says to this."""
+    assert engine.attachment is not None
+    path = engine.attachment.pools[0].observer.path
+    assert path is not None
+    with socket.socket(socket.AF_UNIX) as connection, socket_address(socket_path(path)) as address:
+        connection.settimeout(20)
+        connection.connect(address)
+        connection.sendall(encode_request(request))
+        line = connection.makefile("rb").readline()
+    reply: dict[str, Any] = json.loads(line)
+    return reply
+
+
+def restored() -> dict[str, Any]:
+    """vLLM's own connector that saves prompts to disk and loads them from there. What it has put into blocks is
+    compared with its files; what it saved was in blocks that relocation had moved."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+
+    dice = random.Random(5)
+    prompts = [[dice.randrange(3, 1000) for _ in range(dice.randrange(100, 700))] for _ in range(24)]
+    requests = [(f"p{number}", prompts[dice.randrange(24)], dice.randrange(4, 20)) for number in range(110)]
+    compared: list[bool] = []
+    stock_load = ExampleConnector.start_load_kv
+
+    def start_load_kv(self: Any, forward_context: Any, **kwargs: Any) -> None:
+        stock_load(self, forward_context, **kwargs)
+        for request in self._get_connector_metadata().requests:
+            for name, layer in forward_context.no_compile_layers.items():
+                if request.is_store or getattr(layer, "kv_cache", None) is None:
+                    continue
+                path = self._generate_filename_debug(name, request.token_ids, request.mm_hashes)
+                blocks, offsets = request.slot_mapping // BLOCK, request.slot_mapping % BLOCK
+                there = layer.kv_cache[blocks, :, offsets].contiguous().numpy().tobytes()
+                saved = safetensors.torch.load_file(path)["kv_cache"].contiguous().numpy().tobytes()
+                compared.append(hashlib.sha256(there).digest() == hashlib.sha256(saved).digest())
+
+    reports: dict[str, Any] = {}
+    saved_prompts = WORK / "prompts"  # one for both: a process has one worker half, that of its first engine
+    transfer = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(saved_prompts)},
+    }
+    for setting in ("stock", "relocating"):
+        compared.clear()
+        shutil.rmtree(saved_prompts, ignore_errors=True)
+        with replaced(ExampleConnector, "start_load_kv", start_load_kv):
+            reports[setting] = served(setting, requests, blocks=150, max_num_batched_tokens=4096,
+                                      kv_transfer_config=transfer)  # fmt: skip
+        reports[setting] |= {"layers_restored": len(compared), "layers_equal": sum(compared)}
+    return reports
+
+
+def copied_twice() -> dict[str, Any]:
+    """A hit that ends within a block is pulled down and then copied on write, in one step: the copy is of where the
+    contents lie before the step. Schedulers of the models at hand never ask for that; the real managers do it here."""
+    os.environ[SETTING] = "relocating"
+    engine = Engine(blocks=120)
+    scheduler = engine.scheduler
+    cache = scheduler.kv_cache_manager
+    pool, manager = cache.block_pool, cache.coordinator.single_type_managers[0]
+    engine.add("old", list(range(3, 3 + 40 * BLOCK // 2)), 4)  # lies at the bottom, and is cached when it has ended
+    engine.drain()
+    engine.add("running", list(range(500, 570)), 30)
+    engine.step()
+    high = max((block for block in pool.blocks if block.ref_cnt == 0 and block.block_hash), key=lambda b: b.block_id)
+    name = high.block_hash
+    engine.add("second", list(range(3, 60)), 4)
+    second = next(one for one in scheduler.requests if one.startswith("second"))
+    cache.new_step_starts()
+    cache.coordinator.allocate_new_computed_blocks(second, ([high],), 20, 0)
+    hit = manager.req_to_blocks[second][0]
+    manager.allocate_new_blocks(second, 57, 57)
+    private = manager.req_to_blocks[second][0]
+    copies, retained = cache.take_kv_cache_block_copies()
+    scheduler._free_cow_retained_blocks(retained, 0)
+    faults = faults_of_the_pool(scheduler)
+    report = {
+        "pulled": hit is not high and hit.block_hash == name,
+        "from_before_the_step": [copy.src_block_id for copy in copies if copy.dst_block_id == private.block_id]
+        == [high.block_id],
+        "hit_copied": [copy.src_block_id for copy in copies if copy.dst_block_id == hit.block_id] == [high.block_id],
+        "faults": faults,
+    }
+    manager.free(second)
+    return report
+
+
+def refused() -> dict[str, Any]:
+    """What relocation cannot work with is said, and vLLM allocates by itself."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    LOG.take()
+    reports: dict[str, Any] = {}
+    with replaced(KVCacheConfig, "needs_kv_cache_zeroing", property(lambda self: True)):
+        os.environ[SETTING] = "relocating"
+        engine = Engine()
+        assert engine.attachment is not None
+        reports["zeroing"] = {"log": LOG.take(), "relocator": engine.attachment.steering.relocator is not None}
+        engine.add("one", list(range(3, 90)), 4)
+        thread = threading.Thread(target=lambda: reports["zeroing"].update(ask(engine, RelocationRequest(on=True))))
+        thread.start()
+        while thread.is_alive():
+            if not engine.engine.has_unfinished_requests():
+                engine.add(f"more{time.monotonic_ns()}", list(range(3, 90)), 8)
+            engine.step()
+        engine.drain()
+    os.environ[SETTING] = "sideways"
+    engine = Engine()
+    assert engine.attachment is not None
+    reports["unknown"] = {"log": LOG.take(), "relocator": engine.attachment.steering.relocator is not None}
+    return reports
+
+
+def broken() -> dict[str, Any]:
+    """Ours fails in the worst places; each time the same tokens are served and vLLM's pool is whole."""
+    reports: dict[str, Any] = {"stock": served("stock", SHORT, **SIZES["full"])}
+
+    def failing(owner: Any, name: str, after: int) -> Any:
+        """The method or function, which raises at one call, once half of its work may be done."""
+        stock = getattr(owner, name)
+        calls = [0]
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == after:
+                raise RuntimeError("a fault of ours")
+            return stock(*args, **kwargs)
+
+        return replaced(owner, name, fail)
+
+    half = (("choosing", placement.Placement, "choose", 100), ("pulling", placement.Placement, "choose_lower", 10),
+            ("between hashes and queue", contents, "_exchange_places", 57),
+            ("between two blocks", relocator, "exchange", 101), ("composing", block_copies.StepCopies, "composed", 40),
+            )  # fmt: skip
+    for name, owner, attribute, after in half:
+        with failing(owner, attribute, after):
+            reports[name] = served("relocating", SHORT, **SIZES["full"])
+    for after in (61, 101):
+        with failing(relocator, "exchange", after), replaced(relocator, "forget", lambda pool, blocks: None):
+            reports[f"not mended {after}"] = served("relocating", SHORT, **SIZES["full"])
+
+    def observer_fails(watch: Watch) -> None:
+        """Observation ends in the middle of a step whose copies are still to be made."""
+        attachment = watch.engine.attachment
+        assert attachment is not None
+        observer, one = attachment.pools[0].observer, attachment.steering.relocator
+        assert one is not None
+        stock = observer.allocated
+
+        def allocated(*args: Any, **kwargs: Any) -> None:
+            if watch.truth.steps > 40 and len(one._copies):
+                raise RuntimeError("a fault of ours")
+            stock(*args, **kwargs)
+
+        observer.allocated = allocated
+
+    reports["observer"] = served("relocating", SHORT, prepare=observer_fails, **SIZES["full"])
+
+    def promised(self: Any) -> None:
+        self._origins.clear()
+
+    with replaced(relocator.Relocator, "stop", _losing(promised)):
+        reports["copies lost"] = served("relocating", SHORT, prepare=observer_fails, **SIZES["full"])
+    return reports
+
+
+def _losing(promised: Callable[[Any], None]) -> Callable[..., None]:
+    """The control: relocation ends at once, with what was promised."""
+    stock = relocator.Relocator.stop
+
+    def stop(self: Any, reason: str) -> None:
+        promised(self._copies)
+        stock(self, reason)
+
+    return stop
+
+
+def main() -> None:
+    chosen = sys.argv[2:]
+    results: dict[str, Any] = {}
+    for variant in (compared, two_in_flight, bounded, switched, copied_twice, refused, broken, restored):
+        if not chosen or variant.__name__ in chosen:
+            began = time.monotonic()
+            results[variant.__name__] = variant()
+            print(f"{variant.__name__}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    print("RESULT " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()
