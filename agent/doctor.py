@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,6 +15,9 @@ from typing import Any, Literal
 
 from agent.config import AgentSettings
 from agent.demo.supervisor import DEMO_PREFIX
+from agent.devices.model import DeviceState, LibraryState
+from agent.devices.nvml import NvmlReader, meminfo
+from agent.devices.watcher import Timing, Watcher
 from agent.sampling.discovery import name_some, scan
 from engine_shim.allocation_map.folders import MEMORY_FOLDER, file_system, is_in_memory, writer_folder
 from engine_shim.allocation_map.reader import MapReader
@@ -61,7 +65,7 @@ def examine(folders: Sequence[Path], settings: AgentSettings) -> list[Finding]:
         *_demos(folders),
         *_maps(folders),
         _port(settings),
-        _gpu(),
+        *examine_devices(),
     ]
 
 
@@ -192,19 +196,23 @@ def _port(settings: AgentSettings) -> Finding:
     return Finding(name, "ok", "free")
 
 
-def _gpu() -> Finding:
-    """Does NVML answer? The agent needs no GPU; without one it says less about devices."""
-    try:
-        import pynvml
-    except ImportError:
-        return Finding("gpu", "note", "nvidia-ml-py is not installed", "pip install nvidia-ml-py to see device memory")
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return Finding("gpu", "note", f"NVML does not answer: {error}")
-    try:
-        return Finding("gpu", "ok", f"NVML sees {pynvml.nvmlDeviceGetCount()} devices")
-    except pynvml.NVMLError as error:
-        return Finding("gpu", "warning", f"NVML answers with an error: {error}", "check the driver and the container")
-    finally:
-        pynvml.nvmlShutdown()
+def examine_devices(timeout_seconds: float = 10.0) -> list[Finding]:
+    """How NVML and each device stand. The agent needs no GPU; without one it says less about devices."""
+    reader = NvmlReader(monotonic=time.monotonic, system=meminfo)
+    watcher = Watcher("nvml", reader.read, Timing(3600.0, timeout_seconds))
+    watcher.start()  # on a thread, since a driver that hangs must not take the examination with it
+    answered = watcher.wait(1, timeout_seconds)
+    reading = watcher.latest().value if answered else None
+    watcher.stop()
+    if reading is None:
+        message = f"NVML has not answered in {timeout_seconds:g} s"
+        return [Finding("gpu", "warning", message, "look at the kernel's log for the driver")]
+    if reading.state is LibraryState.NO_BINDINGS:
+        return [Finding("gpu", "note", reading.reason, "pip install nvidia-ml-py to see device memory")]
+    if reading.state is not LibraryState.OK:
+        level: Level = "note" if reading.state is LibraryState.NO_LIBRARY else "warning"
+        return [Finding("gpu", level, f"NVML does not answer: {reading.reason}")]
+    names = ", ".join(device.key for device in reading.devices)
+    whole = Finding("gpu", "ok", f"NVML sees {len(reading.devices)} devices" + (f": {names}" if names else ""))
+    troubled = [device for device in reading.devices if device.state is not DeviceState.OK]
+    return [whole, *(Finding(f"gpu {one.key}", "warning", f"{one.state.value}: {one.reason}") for one in troubled)]

@@ -26,6 +26,17 @@ class LibraryState(StrEnum):
     HUNG = "hung"
     FAILED = "failed"
 
+    @property
+    def failed(self) -> bool:
+        """Is something there that should answer, and does not? A host without a driver's library has not failed."""
+        return self not in (
+            LibraryState.STARTING,
+            LibraryState.OFF,
+            LibraryState.OK,
+            LibraryState.NO_BINDINGS,
+            LibraryState.NO_LIBRARY,
+        )
+
 
 class DeviceState(StrEnum):
     """How one device, or one MIG slice, stands. OK, PARTIAL and UNIFIED come with memory figures."""

@@ -7,18 +7,6 @@ from dataclasses import dataclass
 
 from agent.devices.model import DevicesView, DeviceView, EngineProcess, LibraryState, RowKind
 
-# States of the library in which it answers nothing although there is something that should.
-_LIBRARY_FAULTS = frozenset(
-    (
-        LibraryState.NO_DRIVER,
-        LibraryState.NO_PERMISSION,
-        LibraryState.VERSION_MISMATCH,
-        LibraryState.DEGRADED,
-        LibraryState.HUNG,
-        LibraryState.FAILED,
-    )
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Signal:
@@ -40,7 +28,7 @@ def signals(view: DevicesView) -> Iterator[Signal]:
     - `cgroup_memory_used_ratio` per `engine_id` and `rank`: working set over the limit, where there is one.
     """
     nvml = view.nvml
-    if nvml.state in _LIBRARY_FAULTS:
+    if nvml.state.failed:
         yield Signal("nvml_failed", {}, 1.0, nvml.reason)
     elif nvml.state is LibraryState.OK:
         yield Signal("nvml_failed", {}, 0.0)

@@ -122,7 +122,9 @@ def _add_probes(app: FastAPI, context: ApiContext) -> None:
         """200 once the folders were looked through."""
         if context.view().generation == 0:
             raise ApiError(503, "unavailable", "the first sample is not taken yet", "ask again in a second")
-        return _plain("ready")
+        # Maps are served whatever the driver does: that it fails is said, and keeps nobody from this agent.
+        nvml = context.devices().nvml
+        return _plain(f"ready; devices are not: {nvml.reason}" if nvml.state.failed else "ready")
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:

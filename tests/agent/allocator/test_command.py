@@ -7,6 +7,7 @@ import pickle
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def run_bounded(path: Path, extra_bytes: int) -> Any:
 
 
 @pytest.fixture
-def large(tmp_path: Path) -> Path:
+def large(tmp_path: Path) -> Iterator[Path]:
     """500 MB, nearly all of it history, as a long record makes it: one batch of the list, again and again."""
     path = tmp_path / "large.pickle"
     value = {"segments": busy_allocator(5, 300).snapshot(), "device_traces": [list(traces(20_000))]}
@@ -140,7 +141,8 @@ def large(tmp_path: Path) -> Path:
         while file.tell() < 500_000_000:
             file.write(batches)
         file.write(b"au.")
-    return path
+    yield path
+    path.unlink()  # pytest keeps the folders of its last runs
 
 
 def _members(values: list[Any]) -> list[bytes]:

@@ -108,6 +108,48 @@ def test_an_agent_without_devices_says_that_they_are_off(
     assert told.host is not None
 
 
+def test_a_driver_that_fails_is_said_and_keeps_nobody_from_the_agent(
+    start_agent: StartAgent, client_of: ClientOf, with_driver: dict[str, str], wait_until: Callable[..., Any]
+) -> None:
+    Path(with_driver["FAKE_NVML"]).write_text("nvmlInitWithFlags=18\n")
+    agent = start_agent("--devices-seconds", "0.5", environment=with_driver)
+    client = client_of(agent)
+    wait_until(lambda: client.devices().nvml == "version_mismatch")
+    for route, expected in (("readyz", "ready; devices are not: "), ("healthz", "ok\n")):
+        with urllib.request.urlopen(f"{agent.url}/{route}", timeout=10) as answer:
+            assert answer.status == 200
+            assert answer.read().decode().startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("script", "timeout_seconds", "texts"),
+    [
+        (
+            "count=2\ngpu0.uuid=GPU-7\ngpu0.total=4096\nnvmlDeviceGetHandleByIndex_v2.gpu1=15\n",
+            30,
+            ("NVML sees 2 devices: GPU-7, index-1", "lost: nvmlDeviceGetHandleByIndex"),
+        ),
+        ("nvmlInitWithFlags=9\n", 30, ("NVML does not answer: nvmlInit: Driver Not Loaded",)),
+        ("nvmlInitWithFlags=hang\n", 0.3, ("NVML has not answered in 0.3 s",)),
+    ],
+)
+def test_the_doctor_examines_devices(
+    tmp_path: Path, driver: Path, script: str, timeout_seconds: float, texts: tuple[str, ...]
+) -> None:
+    (tmp_path / "script").write_text(script)
+    program = f"from agent.doctor import examine_devices; print(examine_devices({timeout_seconds}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "LD_LIBRARY_PATH": str(driver), "FAKE_NVML": str(tmp_path / "script")},
+        timeout=60,
+        check=True,
+    )
+    assert all(text in done.stdout for text in texts), done.stdout
+
+
 def test_the_command_reads_a_live_engine(
     engine: subprocess.Popen[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
