@@ -45,6 +45,16 @@ def read_geometry(config: Mapping[str, Any], name: str | None = None) -> ModelGe
     dtype, dtype_note = _dtype(top, text)
     quantization = top.section("quantization_config") or text.section("quantization_config")
     quantization = quantization or top.section("compression_config")
+    weight_format = format_of_file(quantization, dtype)
+    if weight_format is None and quantization is not None:
+        reading.warnings.append(
+            f"quant_method {quantization.text('quant_method') or '(none)'} is not known here: weights are counted in "
+            "16 bits; give --weight-dtype or --weights-memory"
+        )
+    towers = [name for name in ("vision_config", "audio_config") if name in top and text is not top]
+    if any(top.section(name) is not None for name in towers):
+        reading.note(f"the weights of the model's {' and '.join(name.removesuffix('_config') for name in towers)} part "
+                     "are not counted: give --weights-memory where they matter")  # fmt: skip
     counted = count_parameters(model_type, text, layers, caches)
     heads = layer_rules.attention_heads(model_type, text) or 0
     draft = text.count("num_nextn_predict_layers", "mtp_num_hidden_layers", least=0) or 0
@@ -63,7 +73,7 @@ def read_geometry(config: Mapping[str, Any], name: str | None = None) -> ModelGe
         max_position=text.count(*LENGTH_NAMES),
         dtype=dtype,
         dtype_note=dtype_note,
-        weight_format=format_of_file(quantization, dtype),
+        weight_format=weight_format or dtype,
         kv_scheme=_kv_scheme(quantization),
         parameters=counted.total,
         embedding_parameters=counted.unquantized,

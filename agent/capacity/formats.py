@@ -235,8 +235,8 @@ def weight_format(name: str) -> WeightFormat:
     )
 
 
-def format_of_file(quantization: Fields | None, dtype: str) -> str:
-    """The weight format that a checkpoint's quantization_config names; `dtype` where it has none that is known."""
+def format_of_file(quantization: Fields | None, dtype: str) -> str | None:
+    """The weight format that a checkpoint's quantization_config names: `dtype` without one, None for one not known."""
     if quantization is None:
         return dtype
     method = (quantization.text("quant_method") or "").lower().replace("_", "-")
@@ -251,8 +251,8 @@ def format_of_file(quantization: Fields | None, dtype: str) -> str:
     if method == "bitsandbytes":
         return "nf4" if quantization.raw("load_in_4bit") is True else "int8"
     if method == "compressed-tensors":
-        return _compressed(quantization) or dtype
-    return {"fp8": "fp8", "fbgemm-fp8": "fp8", "mxfp4": "mxfp4"}.get(method, dtype)
+        return _compressed(quantization)
+    return {"fp8": "fp8", "fbgemm-fp8": "fp8", "mxfp4": "mxfp4"}.get(method)
 
 
 def _compressed(quantization: Fields) -> str | None:

@@ -295,7 +295,11 @@ def _kv(geometry: ModelGeometry, deployment: Deployment, warnings: list[str]) ->
         found = kv_format(deployment.kv_dtype)
     else:
         found = kv_format(geometry.kv_scheme or geometry.dtype)
-    latent = any(cache.kind is CacheKind.MLA for cache in geometry.attention_caches)
+    kinds = {cache.kind for cache in geometry.attention_caches}
+    latent = CacheKind.MLA in kinds
+    if found.name == "fp8" and CacheKind.INDEXER in kinds:
+        warnings.append("vLLM serves an FP8 cache of sparse latent attention as fp8_ds_mla: 656 B a token and layer")
+        return kv_format("fp8_ds_mla")
     if found.name == "fp8_ds_mla" and not latent:
         warnings.append("fp8_ds_mla is a format of latent attention, which this model has not: counted as fp8")
     if latent and found.name in ("int8", "int4", "nvfp4", "fp8_per_token_head"):

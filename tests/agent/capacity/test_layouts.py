@@ -43,7 +43,16 @@ def test_an_indexer_keeps_fp8_keys_and_scales_beside_the_latent() -> None:
     sparse = LATENT | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
     assert token_bytes(sparse) == 4 * (576 * 2 + 132)
     assert token_bytes(sparse, kv_dtype="fp8_ds_mla", tp=8) == 4 * (656 + 132)
+    assert token_bytes(sparse, kv_dtype="fp8") == token_bytes(sparse, kv_dtype="fp8_ds_mla")
     assert attention_of(read_geometry(sparse)) == "MLA + indexer"
+
+
+def test_what_is_not_counted_is_said(cases: dict[str, dict[str, Any]]) -> None:
+    unknown = read_geometry(DECODER | {"quantization_config": {"quant_method": "magic"}})
+    assert "quant_method magic is not known here" in unknown.warnings[0]
+    assert unknown.weight_format == "bfloat16"
+    pictures = read_geometry(cases["Qwen3-VL-30B-A3B"]["config"])
+    assert any("vision part are not counted" in note for note in pictures.notes)
 
 
 def test_shared_layers_keep_nothing() -> None:

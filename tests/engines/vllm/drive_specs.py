@@ -9,18 +9,22 @@ Prints one line, `RESULT {...}`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 WORK = Path(sys.argv[1])
 MODELS = Path(__file__).with_name("planned_models.json")
@@ -30,6 +34,29 @@ KEPT: list[Any] = []  # an executor that is collected takes the process's commun
 def layer_number(name: str) -> int:
     """The decoder layer of a cache's name, such as model.layers.3.self_attn.attn."""
     return next(int(part) for part in name.split(".") if part.isdigit())
+
+
+@contextlib.contextmanager
+def one_of(ranks: int) -> Iterator[None]:
+    """While a model is made, its layers believe that they are one of so many tensor-parallel ranks.
+
+    The other ranks do not run: layers only divide their heads and say what they keep, and nobody computes with them.
+    """
+    load = CPUModelRunner.load_model
+
+    def divided(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        group = parallel_state.get_tp_group()
+        alone, group.world_size = group.world_size, ranks
+        try:
+            return load(runner, *args, **kwargs)
+        finally:
+            group.world_size = alone
+
+    CPUModelRunner.load_model = divided
+    try:
+        yield
+    finally:
+        CPUModelRunner.load_model = load
 
 
 def examine(name: str, case: dict[str, Any]) -> dict[str, Any]:
@@ -48,7 +75,8 @@ def examine(name: str, case: dict[str, Any]) -> dict[str, Any]:
     }
     config = EngineArgs(**(arguments | case.get("arguments", {}))).create_engine_config()
     register_all_kvcache_specs(config)
-    executor = UniProcExecutor(config)
+    with one_of(case.get("ranks", 1)):
+        executor = UniProcExecutor(config)
     KEPT.append(executor)
     specs = executor.get_kv_cache_specs()
     layout = resolve_kv_cache_layout(

@@ -45,6 +45,7 @@ def planned(name: str) -> Plan:
             kv_dtype=arguments.get("kv_cache_dtype", "auto"),
             max_batched_tokens=512,
             pp=len(case.get("stages", [1])),
+            tp=case.get("ranks", 1),
             state_float32=True,  # vLLM's CPU platform keeps every recurrent state so
         ),
     )
