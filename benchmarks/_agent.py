@@ -7,15 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def start(folder: Path) -> tuple[subprocess.Popen[str], int]:
-    """An agent that looks into `folder`, with default settings, and the port it serves on."""
+def start(folder: Path, settings: Mapping[str, str] | None = None) -> tuple[subprocess.Popen[str], int]:
+    """An agent that looks into `folder`, with default settings but for some variables, and the port it serves on."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVATLAS_")}
-    environment |= {"KVATLAS_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment |= {"KVATLAS_DIR": str(folder), "PYTHONPATH": str(ROOT), **(settings or {})}
     command = [sys.executable, "-m", "engine_shim.launcher", "agent", "--listen", "127.0.0.1:0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
