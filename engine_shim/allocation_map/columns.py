@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine_shim import layout
 from engine_shim.allocation_map import journal
-from engine_shim.allocation_map.journal import WROTE, Batch, KindSet
+from engine_shim.allocation_map.journal import Batch, KindSet
 from engine_shim.allocation_map.writer import MapWriter
 from engine_shim.layout import EventKind
 
@@ -199,5 +199,7 @@ def _store_tokens(column: NDArray[Any], batch: Batch, tokens_written: NDArray[np
         column[sets.rows] = 0
         return
     values = np.zeros(len(batch.blocks), np.uint16)
-    values[batch.kind == WROTE] = np.clip(tokens_written, 0, 0xFFFF)
+    if int(np.bitwise_or.reduce(tokens_written)) >> 16:  # too many for the column in one of them, or fewer than none
+        tokens_written = tokens_written.clip(0, 0xFFFF)
+    values[journal.WRITES.part(batch).places] = tokens_written
     column[sets.rows] = values.take(sets.places)

@@ -16,7 +16,7 @@ from engine_shim import layout
 from engine_shim.allocation_map import journal
 from engine_shim.allocation_map.columns import ColumnStore
 from engine_shim.allocation_map.event_ring import EventRing
-from engine_shim.allocation_map.journal import WROTE, Batch, Entry, whole_numbers
+from engine_shim.allocation_map.journal import Batch, Entry, whole_numbers
 from engine_shim.allocation_map.writer import MapWriter
 from engine_shim.layout import COUNTERS, EventKind
 from engine_shim.text import fit
@@ -82,6 +82,8 @@ class StepPublisher:
         self._free_slots: list[int] = list(range(writer.spec.owner_slots))
         self._generation = [0] * writer.spec.owner_slots
         self._owner_blocks = np.zeros(writer.spec.owner_slots, np.int64)
+        owners = writer.tables["owners"]
+        self._blocks_held, self._tokens_held = owners["blocks"], owners["tokens"]
 
     def take_owner(self) -> int:
         """A fresh owner value, of the lowest free slot so that readers need few rows; NO_OWNER when all are taken."""
@@ -142,12 +144,15 @@ class StepPublisher:
             who, count = whole_numbers(owners), whole_numbers(counts)
             if len(who) != len(count):
                 raise ValueError(f"{len(who)} owners progressed to {len(count)} token counts")
-            who, count = who[who != layout.NO_OWNER], count[who != layout.NO_OWNER]
+            if np.count_nonzero(who) < len(who):
+                named = who.nonzero()[0]  # the others are NO_OWNER
+                who, count = who.take(named), count.take(named)
+            slot = who & _SLOT_MASK
             if len(who):
-                _in_range("an owner", int(who.min()), 1 << 32)
-                _in_range("an owner's slot", int((who & _SLOT_MASK).max()), slots)
-                _in_range("a token count", int(count.min()), 1 << 62)
-            progress.append((who & _SLOT_MASK, count))
+                _in_range("an owner", int(np.bitwise_or.reduce(who)), 1 << 32)
+                _in_range("an owner's slot", int(np.maximum.reduce(slot)), slots)
+                _in_range("a token count", int(np.bitwise_or.reduce(count)), 1 << 62)
+            progress.append((slot, count))
         return _Checked(_NOTHING if batch is None else self._check_batch(step, batch), opened, progress)
 
     def _check_batch(self, step: StepJournal, batch: Batch) -> NDArray[np.int64]:
@@ -164,11 +169,11 @@ class StepPublisher:
             _in_range("an owner's slot", int((batch.entry_owner & _SLOT_MASK).max()), self.writer.spec.owner_slots)
         _in_range("a position", bits.position, 1 << 32)
         _in_range("a group", bits.extra, layout.NO_GROUP + 1)
-        if not step.token_lists and not batch.kinds & 1 << WROTE:
+        if not step.token_lists and not journal.WRITES.in_any(batch):
             return _NOTHING
         parts = [whole_numbers(part) for part in step.token_lists]
         tokens = np.concatenate(parts) if parts else _NOTHING
-        written = int(batch.entry_length[batch.entry_kind == WROTE].sum())
+        written = len(journal.WRITES.part(batch).places)
         if len(tokens) != written:
             raise ValueError(f"{written} blocks were written, with {len(tokens)} token counts")
         return tokens
@@ -196,14 +201,15 @@ class StepPublisher:
         if step.opened:
             live.owner_rows[0] = max(int(live.owner_rows[0]), max(step.opened) + 1)
         if batch is not None and batch.bits.owner:
-            change = journal.OWNER_BLOCKS[batch.entry_kind] * batch.entry_length
-            held = (batch.entry_owner != layout.NO_OWNER) & (change != 0)
-            if held.any():
-                slots = batch.entry_owner[held] & _SLOT_MASK
-                np.add.at(self._owner_blocks, slots, change[held])
-                table["blocks"][slots] = np.maximum(self._owner_blocks[slots], 0)
+            # Nobody's blocks, and entries that change nothing, fall out of the product.
+            change = journal.OWNER_BLOCKS.take(batch.entry_kind) * batch.entry_length
+            held = (batch.entry_owner * change).nonzero()[0]
+            if len(held):
+                slots = batch.entry_owner.take(held) & _SLOT_MASK
+                np.add.at(self._owner_blocks, slots, change.take(held))
+                self._blocks_held[slots] = np.maximum(self._owner_blocks.take(slots), 0)
         for slots, tokens in checked.progress:
-            table["tokens"][slots] = tokens
+            self._tokens_held[slots] = tokens
         for owner in step.closed:
             slot = owner & _SLOT_MASK
             if int(table["owner"][slot]) == owner:

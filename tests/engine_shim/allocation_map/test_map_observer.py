@@ -336,6 +336,35 @@ def test_a_fault_ends_observation_never_the_engine(
     assert observer.reason
 
 
+def test_token_counts_that_a_column_cannot_hold_are_its_bounds(observer: MapObserver) -> None:
+    observer.allocated([1, 2, 3])
+    observer.wrote([1, 2, 3], [70_000, -2, 16], 3)
+    observer.step_ended(1, 0)
+    tokens = read(observer).tokens
+    assert tokens is not None
+    assert tokens[1:4].tolist() == [0xFFFF, 0, 16]
+
+
+def test_a_block_that_lives_and_dies_in_one_step_is_timed_from_its_birth_in_it(tmp_path: Path) -> None:
+    now = [1_000_000_000]
+    observer = MapObserver.create(spec(), tmp_path, clock_ns=lambda: now[0])
+    observer.allocated([1, 2])
+    observer.cached([2])
+    observer.step_ended(1, 0)
+    now[0] += 8_000_000_000
+    observer.freed([1])  # 8 s, and again from the next line on
+    observer.allocated([1])
+    observer.reused([2])  # 8 s after it was last touched
+    now[0] += 1_000_000_000
+    observer.freed([1])
+    observer.shared([2])  # 1 s after it was
+    observer.step_ended(1, 0)
+    histograms = read(observer).histograms
+    observer.close()
+    assert (histograms["lifetime"].sum_seconds, sum(histograms["lifetime"].counts)) == (9.0, 2)
+    assert (histograms["reuse_gap"].sum_seconds, sum(histograms["reuse_gap"].counts)) == (9.0, 2)
+
+
 def test_ids_that_are_no_text_are_told_as_text(observer: MapObserver) -> None:
     observer.open_owner(123, None, None)  # type: ignore[arg-type]
     observer.step_ended(1, 0)
