@@ -64,11 +64,11 @@ def _empty_cache(segments: Sequence[Segment]) -> Advice:
     released = releasable_bytes(segments)
     pending = sum(one.bytes_in(BlockState.PENDING) for one in segments)
     stuck = sum(int(one.sizes[one.states != BlockState.LIVE].sum()) for one in segments) - released
-    reason = f"{released:,} bytes are in segments (or whole pages of expandable ones) that hold nothing live"
+    reason = f"{_mib(released)} are in segments (or whole pages of expandable ones) that hold nothing live"
     if stuck:
-        reason += f"; {max(0, stuck):,} free bytes stay, beside live blocks in the same segment"
+        reason += f"; {_mib(max(0, stuck))} that are free stay, beside live blocks in the same segment"
     if pending:
-        reason += f". It waits for the {pending:,} bytes that other streams still use"
+        reason += f". It waits for the {_mib(pending)} that other streams still use"
     if released:
         reason += ". The next requests have to ask the driver again, which is slow"
     return Advice("empty_cache", released > 0, released, None, "torch.cuda.empty_cache()", reason)
@@ -91,12 +91,12 @@ def _expandable(segments: Sequence[Segment], settings: Settings) -> Advice:
         packed += -(-occupied // page) * page
     least, most = max(0, kept - same), max(0, kept - packed)
     reason = (
-        f"after empty_cache() {kept:,} bytes stay reserved. With today's blocks end to end in one growing segment a "
-        f"stream and size class, {same:,} would; had they been placed side by side from the start, {packed:,}. It "
-        "holds for a new process"
+        f"after empty_cache() {_mib(kept)} stay reserved. With today's blocks end to end in one growing segment a "
+        f"stream and size class, {_mib(same)} would; had they been placed side by side from the start, {_mib(packed)}. "
+        "It holds for a new process"
     )
     if most == 0:
-        reason = f"after empty_cache() {kept:,} bytes stay reserved, which is what the live blocks need in any layout"
+        reason = f"after empty_cache() {_mib(kept)} stay reserved, which is what the live blocks need in any layout"
     return Advice("expandable_segments", most > 0, least, most, setting, reason)
 
 
@@ -119,7 +119,7 @@ def _max_split(segments: Sequence[Segment], settings: Settings) -> Advice:
         return Advice("max_split_size", False, 0, None, setting, reason)
     reason = (
         f"segments of {limit // MIB} MiB and more that hold only smaller live blocks would be whole and could be given "
-        f"back, {gain:,} bytes more than those blocks need elsewhere. An estimate: it holds for a new process with the "
+        f"back, {_mib(gain)} more than those blocks need elsewhere. An estimate: it holds for a new process with the "
         "same requests, and requests above the limit may then fail to find a block that fits"
     )
     return Advice("max_split_size", True, 0, gain, setting, reason)
@@ -167,3 +167,7 @@ def _whole_pages(sizes: NDArray[np.int64], live: NDArray[np.bool_], page: int, t
     # Pages rather than bytes are counted from here on: a page belongs to a gap that holds all of it.
     pages = gap_ends // page - -(-gap_starts // page)
     return int(pages.clip(min=0).sum()) * page
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f} MiB"

@@ -135,8 +135,8 @@ def _warnings(snapshot: Snapshot, pools: Sequence[Pool]) -> Iterable[str]:
     private = sum(one.holdings.free_bytes for one in pools if one.private)
     if private:
         yield (
-            f"{private:,} free bytes are in private pools, which captured graphs and MemPools keep: nothing else can "
-            "use them, and empty_cache() leaves them while their owner lives"
+            f"{private / MIB:,.1f} MiB that are free are in private pools, which captured graphs and MemPools keep: "
+            "nothing else can use them, and empty_cache() leaves them while their owner lives"
         )
     untold = sum(one.holdings.unaccounted_bytes for one in pools)
     if untold:

@@ -75,9 +75,13 @@ def write_picture(snapshot: Snapshot, title: str, path: Path) -> str:
         template="plotly_white",
         height=max(_LEAST_PIXELS, 160 + _ROW_PIXELS * len(shown)),
         xaxis_title="MiB from the segment's start",
-        legend={"orientation": "h", "y": 1.02, "x": 1, "xanchor": "right"},
+        legend={"orientation": "h", "y": 1, "yanchor": "bottom", "x": 1, "xanchor": "right"},
     )
-    figure.update_yaxes(autorange="reversed", type="category", automargin=True)
+    labels = [_label(row, segment) for row, (segment, _) in enumerate(shown)]
+    # Given in full: by itself Plotly would list first what has a live block.
+    figure.update_yaxes(
+        autorange="reversed", type="category", categoryorder="array", categoryarray=labels, automargin=True
+    )
     try:
         path.write_text(figure.to_html(include_plotlyjs=True, full_html=True), encoding="utf-8")
     except OSError as error:
@@ -129,4 +133,5 @@ def _label(row: int, segment: Segment) -> str:
     pool = "" if segment.pool == DEFAULT_POOL else f" private {segment.pool[0]},{segment.pool[1]}"
     stream = f" stream {segment.stream}" if segment.stream else ""
     growing = " expandable" if segment.expandable else ""
-    return f"{row + 1}: GPU {segment.device} {segment.kind or 'segment'}{growing}{pool}{stream}"
+    size = f"{segment.total_bytes / MIB:,.0f} MiB"
+    return f"{row + 1}: GPU {segment.device} {segment.kind or 'segment'}{growing}{pool}{stream}, {size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from engine_shim.layout import MAP_SUFFIX
 _FILE_SUFFIXES = (".pickle", ".pkl", ".json")
 SCHEMA = "kvatlas.allocator/v1"
 MIB = 1 << 20
+_COLUMNS = ("reserved", "live", "pending", "free")
 
 
 def describe_allocator(what: str, *, html: Path | None = None) -> dict[str, Any]:
@@ -98,7 +100,10 @@ def render_allocator(facts: dict[str, Any]) -> str:
         lines.append(f"  {name:<14}{_size(facts[key + '_bytes']):>14}  {share(facts[key + '_bytes'])}")
     lines.append(f"  {'of live, waste':<14}{_size(facts['internal_waste_bytes']):>14}  by rounding")
     if facts["pools"]:
-        lines += ["", f"{'pool':<28}{'reserved':>13}{'live':>13}{'free':>13}{'largest free':>14}{'fragmented':>12}"]
+        lines += [
+            "",
+            f"{'pool':<28}" + "".join(f"{name:>13}" for name in _COLUMNS) + f"{'largest free':>14}{'fragmented':>12}",
+        ]
     for pool in facts["pools"]:
         lines.append(_row(f"GPU {pool['device']} {pool['name']}", pool))
         if len(pool["parts"]) > 1:
@@ -109,10 +114,12 @@ def render_allocator(facts: dict[str, Any]) -> str:
     if facts["advice"]:
         lines += ["", "what would give memory back:"]
     for one in facts["advice"]:
-        lines += [f"  {one['option']}: {_gain(one)}", f"    {one['reason']}"]
+        lines.append(f"  {one['option']}: {_gain(one)}")
+        lines += textwrap.wrap(one["reason"], 106, initial_indent="    ", subsequent_indent="    ")
         if one["helps"]:
             lines.append(f"    {one['setting']}")
-    lines += [f"warning: {one}" for one in facts["warnings"]]
+    for one in facts["warnings"]:
+        lines += textwrap.wrap(f"warning: {one}", 110, subsequent_indent="  ")
     if "html" in facts:
         left_out = f" ({facts['html_left_out']})" if facts["html_left_out"] else ""
         lines.append(f"picture in {facts['html']}{left_out}")
@@ -120,7 +127,7 @@ def render_allocator(facts: dict[str, Any]) -> str:
 
 
 def _row(name: str, holdings: dict[str, Any]) -> str:
-    sizes = "".join(f"{_size(holdings[key + '_bytes']):>13}" for key in ("reserved", "live", "free"))
+    sizes = "".join(f"{_size(holdings[key + '_bytes']):>13}" for key in _COLUMNS)
     rate = holdings["fragmentation_rate"]
     return (
         f"{name[:27]:<28}{sizes}{_size(holdings['largest_free_bytes']):>14}{'-' if rate is None else f'{rate:.1%}':>12}"
