@@ -108,6 +108,8 @@ def advise(geometry: ModelGeometry, deployment: Deployment) -> tuple[Option, ...
     base = plan(geometry, deployment)
     if geometry.no_cache_reason is not None:
         return ()
+    if base.pool is None and deployment.total_bytes is not None:
+        raise SettingsError("advice needs the weights, which cannot be counted from this config: give --weights-memory")
     if base.pool is None:
         raise SettingsError("advice needs the memory of a GPU: give --gpu, --gpu-memory or --kv-cache-memory")
     options = [_option(base, key, make) for key, make in _makers()]

@@ -13,7 +13,7 @@ from agent.capacity.counts import Counts, model_bytes
 from agent.capacity.deployment import FALLBACK_LENGTH, Deployment
 from agent.capacity.formats import KvFormat, WeightFormat, kv_format, weight_format
 from agent.capacity.geometry import CacheKind, Confidence, ModelGeometry, weakest
-from agent.capacity.memory import OTHER_BYTES, Weights, activations, stage_shares, weigh
+from agent.capacity.memory import OTHER_BYTES, UNKNOWN_BYTES, Weights, activations, stage_shares, weigh
 
 ABSURD_LENGTH = 1 << 20
 
@@ -145,9 +145,12 @@ def plan(geometry: ModelGeometry, deployment: Deployment) -> Plan:
             answers = {sums.judge(*sums.at(one, weighing.source))[0] for one in (weighing.least, weighing.most)}
             if len(answers) > 1:
                 fits, verdict = None, "it depends on the weights, which are not known: give --weights-memory"
+            if weighing.most == UNKNOWN_BYTES and deployment.kv_cache_bytes is None:
+                memory = pool = None  # a number of blocks would be no better than a guess without a bound
         if deployment.gpu is not None and deployment.memory_bytes is None and deployment.gpu.estimated:
             warnings.append(f"{deployment.gpu.name}'s memory is estimated from the driver's total: give --gpu-memory")
-        _warn_of_memory(deployment, memory, warnings)
+        if memory is not None:
+            _warn_of_memory(deployment, memory, warnings)
         if per_block != deployment.block_tokens and deployment.kv_cache_bytes is None:
             warnings.append(f"the engine raises the block size from {deployment.block_tokens} to {per_block} tokens")
     return Plan(

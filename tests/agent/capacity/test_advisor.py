@@ -140,6 +140,9 @@ def test_a_grouped_model_divides_the_cache_by_its_groups() -> None:
 def test_advice_needs_a_memory_and_a_cache() -> None:
     with pytest.raises(SettingsError, match="advice needs the memory of a GPU"):
         advise(model(), Deployment())
+    experts = {name: value for name, value in PRESETS["mixtral-8x7b"].config.items() if name != "intermediate_size"}
+    with pytest.raises(SettingsError, match="give --weights-memory"):
+        advise(read_geometry(experts), SMALL)
     encoder = {"model_type": "bert", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
     assert advise(read_geometry(encoder), SMALL) == ()
 

@@ -118,6 +118,10 @@ def test_weights_that_are_not_known_leave_the_question_open(geometry_of: Read) -
     assert open_question.fits is None
     assert open_question.confidence == "medium"
     assert any("--weights-memory" in one for one in open_question.warnings)
+    assert open_question.pool is None  # experts of unknown size: no number would mean anything
+    in_a_given_pool = plan(geometry_of("DeepSeek-V3"), Deployment(kv_cache_bytes=20 * GIB))
+    assert in_a_given_pool.pool is not None
+    assert in_a_given_pool.pool.num_blocks == 20 * GIB // in_a_given_pool.kv_bytes_per_block
     known = plan(geometry_of("DeepSeek-V3"), Deployment(memory_bytes=80 * GIB, model_weight_bytes=642 * GIB))
     assert known.fits is False
     assert "over the budget" in known.verdict
