@@ -13,8 +13,11 @@ from engine_shim.compaction.planning import plan_moves
 from engine_shim.control.messages import Detail, RunReply, Scalar
 
 
-def plan_of(sample: PoolSample, target: float, max_moves: int | None) -> wire.CompactionPlan:
-    """What it would take to bring this sample down to `target`."""
+def plan_of(sample: PoolSample, target: float, max_moves: int | None, standing: PoolStanding) -> wire.CompactionPlan:
+    """What it would take to bring this sample down to `target`. Prefixes in the way are lost, unless the engine said
+    that it keeps them."""
+    status = standing.answer.status
+    keeps_cached = status is not None and bool(status.details.get("keeps_cached"))
     snapshot = sample.snapshot
     plan = plan_moves(
         snapshot.states, target=target, owners=snapshot.owner, positions=snapshot.position, max_moves=max_moves
@@ -29,7 +32,7 @@ def plan_of(sample: PoolSample, target: float, max_moves: int | None) -> wire.Co
         largest_allocatable_run_after=plan.largest_run_after,
         sequence_runs_before=plan.runs_before,
         sequence_runs_after=plan.runs_after,
-        cached_blocks_lost=plan.cached_lost,
+        cached_blocks_lost=0 if keeps_cached else plan.cached_lost,
         reachable=plan.reachable,
         limited=plan.limited,
         reason=plan.reason,

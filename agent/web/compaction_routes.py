@@ -59,10 +59,11 @@ def add_compaction(
         """What the policy does about one pool and why, what it may still spend, and what the last run brought."""
         found = sample(id)
         wanted = driver.settings.target if target is None else target
-        made = await _off_the_loop(crew, lambda: plan_of(found, wanted, max_moves)) if plan else None
         # Asked now: what was switched by hand, or for an engine that the policy leaves alone, is not known otherwise.
         await _off_the_loop(crew, lambda: driver.look(found))
-        return json_response(describe_standing(found, driver.standing(found), driver.settings, made))
+        stands = driver.standing(found)
+        made = await _off_the_loop(crew, lambda: plan_of(found, wanted, max_moves, stands)) if plan else None
+        return json_response(describe_standing(found, stands, driver.settings, made))
 
     @app.post(ROUTE, response_model=wire.CompactionRun, tags=["compaction"], dependencies=[Depends(require_writer)])
     async def run(id: PoolId, request: Request, order: wire.CompactionOrder | None = None) -> Response:

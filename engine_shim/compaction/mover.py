@@ -29,7 +29,7 @@ class BlockFacts:
     states: NDArray[np.uint8]
     owners: NDArray[np.uint32]
     positions: NDArray[np.uint32]
-    references: NDArray[np.int64]  # as the pool counts them
+    references: NDArray[np.int64]  # as the pool counts them; in `columns` as the tables name them, if that is cheaper
 
     def of(self, blocks: NDArray[np.int64]) -> BlockFacts:
         """The facts at these indices."""
@@ -49,6 +49,11 @@ class Mover(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
+        ...
+
+    @property
+    def keeps_cached(self) -> bool:
+        """Is what is cached in a destination set aside and kept? Else it is evicted there, and a plan loses it."""
         ...
 
     def refusal(self) -> str:
@@ -131,8 +136,8 @@ def still_valid(
         (Drop.SOURCE_PINNED, sources.states == BlockState.PINNED),
         (Drop.SOURCE_RELEASED, sources.states != BlockState.USED),
         (Drop.SOURCE_CHANGED, (sources.owners != planned.owners) | (sources.positions != planned.positions)),
-        (Drop.SOURCE_SHARED, sources.references != planned.references),
         (Drop.REFERENCES_UNACCOUNTED, (sources.references != found) | (found < 1)),
+        (Drop.SOURCE_SHARED, sources.references != planned.references),
         (Drop.DESTINATION_TAKEN, (destinations.states > BlockState.CACHED) | (destinations.references != 0)),
     )
     valid = np.ones(found.size, np.bool_)

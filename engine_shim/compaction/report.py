@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from engine_shim.compaction.planning import MovePlan
+
 
 class Outcome(Enum):
     """How a run ended."""
@@ -26,6 +28,16 @@ class Measured:
     fragmentation: float | None = None
     largest_run: int | None = None
     sequence_runs: int | None = None  # contiguous runs over all live sequences
+
+    @classmethod
+    def before(cls, plan: MovePlan | None) -> Measured:
+        """As the pool stood when a plan was made for it."""
+        return cls() if plan is None else cls(plan.fragmentation_before, plan.largest_run_before, plan.runs_before)
+
+    @classmethod
+    def predicted(cls, plan: MovePlan | None) -> Measured:
+        """As it would stand if all of a plan were done, and nothing else."""
+        return cls() if plan is None else cls(plan.fragmentation_after, plan.largest_run_after, plan.runs_after)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +65,7 @@ class CompactionReport:
     before: Measured
     predicted: Measured
     after: Measured
-    cached_lost_predicted: int
+    cached_lost_predicted: int  # prefixes in the way of the first plan, of an engine that does not keep them
     cached_lost: int
     given_back_bytes_predicted: int | None = None
     given_back_bytes: int | None = None

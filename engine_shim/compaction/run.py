@@ -16,6 +16,7 @@ from engine_shim.compaction.chunk_costs import ChunkCosts
 from engine_shim.compaction.mover import BlockFacts, Drop, Mover, Moves, MoveSwitch, audit, still_valid
 from engine_shim.compaction.planning import MovePlan, Window, plan_moves
 from engine_shim.compaction.report import CompactionReport, Measured, Outcome
+from engine_shim.compaction.window_watch import WindowWatch
 from engine_shim.errors import SettingsError
 from engine_shim.layout import BlockState
 
@@ -56,10 +57,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Task:
-    """A plan with the facts that it was made from, and what is left of it."""
+    """A plan with the facts that it was made from, and what it is watched by."""
 
     plan: MovePlan
     planned: BlockFacts  # of the sources, row by row
+    watch: WindowWatch
 
 
 class _CheckFailed(Exception):
@@ -198,7 +200,7 @@ class CompactionRun:
                 self._phase = Phase.LOOKING  # at the next boundary, so that a look and a chunk never add up
                 return
             count = self._chunk_size(deadline - self._clock(), first)
-            if count == 0:
+            if count == 0 or self._hopeless():
                 return
             first = False
             self._move_next(count)
@@ -213,6 +215,18 @@ class CompactionRun:
         elif self._clock() - self._began > self._settings.max_seconds:
             self._finish(Outcome.PARTIAL, f"out of time after {self._settings.max_seconds:g} s")
         return self._done()
+
+    def _hopeless(self) -> bool:
+        """End the run where the window of its plan fills as fast as it is emptied: all further moves would be for
+        nothing. Looked at now and then."""
+        task = self._task
+        if task is None or not task.watch.is_due(self._next):
+            return False
+        dropped = sum(blocks.size for blocks in self._undone)
+        reason = task.watch.problem(self._mover.facts(task.watch.blocks).states, self._next, self._next - dropped)
+        if reason:
+            self._finish(Outcome.PARTIAL, reason)
+        return bool(reason)
 
     def _done(self) -> bool:
         return self._phase is Phase.DONE
@@ -232,7 +246,7 @@ class CompactionRun:
             self._finish(Outcome.PARTIAL, f"the pool changed faster than {self._replans} new plans followed it", plan)
         else:
             self._replans += again
-            self._task = _Task(plan, columns.of(plan.moves[:, 0]))
+            self._task = _Task(plan, columns.of(plan.moves[:, 0]), WindowWatch(plan))
             self._next, self._undone = 0, []
             self._phase = Phase.MOVING
 
@@ -380,16 +394,9 @@ class CompactionRun:
             seconds=self._ended - self._began,
             moving_seconds=self._moving_seconds,
             longest_stall_seconds=self._longest_stall,
-            before=_standing(first),
-            predicted=Measured(first.fragmentation_after, first.largest_run_after, first.runs_after)
-            if first
-            else Measured(),
-            after=_standing(final),
-            cached_lost_predicted=first.cached_lost if first else 0,
+            before=Measured.before(first),
+            predicted=Measured.predicted(first),
+            after=Measured.before(final),
+            cached_lost_predicted=first.cached_lost if first and not self._mover.keeps_cached else 0,
             cached_lost=self._cached_lost,
         )
-
-
-def _standing(plan: MovePlan | None) -> Measured:
-    """A pool as it stood when a plan was made for it."""
-    return Measured(plan.fragmentation_before, plan.largest_run_before, plan.runs_before) if plan else Measured()

@@ -41,8 +41,9 @@ def report_reply(report: CompactionReport) -> RunReply:
     )
 
 
-def plan_reply(plan: MovePlan) -> RunReply:
-    """A plan as the socket says it: nothing is moved, and what is `after` is predicted."""
+def plan_reply(plan: MovePlan, *, keeps_cached: bool = False) -> RunReply:
+    """A plan as the socket says it: nothing is moved, and what is `after` is predicted. `keeps_cached` as a Mover says
+    it: whether prefixes in the way would be kept."""
     return RunReply(
         decision="planned",
         reason=plan.reason,
@@ -54,7 +55,7 @@ def plan_reply(plan: MovePlan) -> RunReply:
         largest_allocatable_run_before=plan.largest_run_before,
         largest_allocatable_run_after=plan.largest_run_after,
         details={
-            "cached_lost": plan.cached_lost,
+            "cached_lost": 0 if keeps_cached else plan.cached_lost,
             "reachable": plan.reachable,
             "limited": plan.limited,
             "sequence_runs_before": plan.runs_before,

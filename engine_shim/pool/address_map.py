@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 SEARCHED_BLOCKS = 1 << 17  # by one search for runs: a pass over so many takes at most some 0.2 ms
 
@@ -88,5 +89,9 @@ class AddressMap:
 
     def members(self) -> list[int]:
         """All members, ascending."""
-        found: list[int] = np.flatnonzero(np.frombuffer(self._members, np.uint8)).tolist()
+        found: list[int] = np.flatnonzero(self.mask()).tolist()
         return found
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Which ids are members: a view, for reading only, that follows changes."""
+        return np.frombuffer(self._members, np.bool_)

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 UNLIMITED = 1 << 62
 
 
@@ -83,6 +86,11 @@ class AllocationPolicy(ABC):
     @abstractmethod
     def cached_blocks(self) -> Collection[int]:
         """The cached blocks, for reading only, valid until the next change."""
+
+    def mark(self, column: NDArray[np.uint8]) -> bool:
+        """Write FREE and CACHED of all allocatable blocks into a column of BlockState values, where that takes no step
+        a block: True. False, and nothing done, for a policy that has to list them."""
+        return False
 
     def free_blocks(self) -> list[int]:
         """The free blocks, the next to be taken first. For a policy that takes over from this one."""

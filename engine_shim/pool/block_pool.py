@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine_shim.errors import DoubleFree, PoolError, PoolExhausted, SettingsError, UnknownBlock
 from engine_shim.layout import BlockState
 from engine_shim.observer import NO_OBSERVER, PoolObserver
-from engine_shim.pool.policies import make_policy, switch_policy
+from engine_shim.pool.policies import StockPolicy, make_policy, switch_policy
 from engine_shim.pool.prefix import PrefixIndex
 
 MAX_POOL_BLOCKS = 1 << 24
@@ -387,15 +387,23 @@ class BlockPool:
         return BlockState.CACHED if self._policy.is_cached(block) else BlockState.FREE
 
     def states(self) -> NDArray[np.uint8]:
-        """A fresh column of BlockState values, one a block."""
-        column = np.full(self.num_blocks, BlockState.FREE, dtype=np.uint8)
-        for blocks, state in (
-            (self._policy.cached_blocks(), BlockState.CACHED),
-            (self._private, BlockState.USED),
-            (self._counts, BlockState.USED),
+        """A fresh column of BlockState values, one a block. Where it can, it is made without a step for each block, or
+        but for those that are not what most are: whoever asks for it holds the engine up."""
+        policy = self._policy
+        listed: list[tuple[Collection[int], BlockState]] = [
             (self._pinned, BlockState.PINNED),
             (self._reserved, BlockState.RESERVED),
-        ):
+        ]
+        column = np.full(self.num_blocks, BlockState.USED, dtype=np.uint8)
+        if not policy.mark(column):
+            listed[:0] = [(self._private, BlockState.USED), (self._counts, BlockState.USED)]
+            if isinstance(policy, StockPolicy) and policy.num_cached > policy.num_free:
+                column.fill(BlockState.CACHED)
+                listed.insert(0, (policy.free_blocks(), BlockState.FREE))
+            else:
+                column.fill(BlockState.FREE)
+                listed.insert(0, (policy.cached_blocks(), BlockState.CACHED))
+        for blocks, state in listed:
             column[np.fromiter(blocks, dtype=np.int64, count=len(blocks))] = state
         return column
 

@@ -80,7 +80,8 @@ class StockPolicy(AllocationPolicy):
         return self._cached
 
     def free_blocks(self) -> list[int]:
-        return [block for block in reversed(self._stack) if block not in self._gone]
+        gone = self._gone
+        return [block for block in reversed(self._stack) if block not in gone] if gone else self._stack[::-1]
 
     def _pop(self, count: int) -> list[int]:
         """The first `count` free blocks, of at least as many. Any number of gone ones may lie above them."""

@@ -134,16 +134,8 @@ class PoolMoves:
         except Exception as error:  # noqa: BLE001 - as in `commit`: the pool is in order, and stays so
             log.error("an observer failed on %d blocks that were given up: %r", len(gone), error)
 
-    def references(self) -> NDArray[np.int64]:
-        """The references of every block, as the pool counts them."""
-        column = np.zeros(self._pool.num_blocks, np.int64)
-        counts, private = self._pool._counts, self._pool._private
-        column[np.fromiter(private, np.int64, len(private))] = 1
-        column[np.fromiter(counts, np.int64, len(counts))] = np.fromiter(counts.values(), np.int64, len(counts))
-        return column
-
     def references_of(self, blocks: Sequence[int]) -> NDArray[np.int64]:
-        """The references of these blocks, 0 for those that are never allocated."""
+        """The references of these blocks, as the pool counts them: 0 for those that are never allocated."""
         counts, private = self._pool._counts, self._pool._private
         return np.array([1 if block in private else counts.get(block, 0) for block in blocks], np.int64)
 

@@ -22,6 +22,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_shim.layout import BlockState
 from engine_shim.pool.address_map import AddressMap
 from engine_shim.pool.allocation_policy import UNLIMITED, AllocationPolicy, Taken
 
@@ -144,6 +148,11 @@ class RelocatingPolicy(AllocationPolicy):
 
     def cached_blocks(self) -> Collection[int]:
         return self._order.values()
+
+    def mark(self, column: NDArray[np.uint8]) -> bool:
+        column[: self._size][self._free.mask()] = BlockState.FREE
+        column[: self._size][self._cached.mask()] = BlockState.CACHED
+        return True
 
     def free_blocks(self) -> list[int]:
         return self._free.members()

@@ -61,8 +61,9 @@ class ControlDesk:
                 )
                 return None
             if isinstance(request, PlanRequest):
+                kept = self._compactor.mover.keeps_cached
                 self._compactor.dry_run(
-                    lambda plan: self.mailbox.answer(ticket, plan_reply(plan)),
+                    lambda plan: self.mailbox.answer(ticket, plan_reply(plan, keeps_cached=kept)),
                     target=request.target,
                     max_moves=request.max_moves,
                 )
@@ -93,7 +94,11 @@ class ControlDesk:
     def _status(self) -> StatusReply:
         switch, report = self._compactor.switch, self._compactor.last_report
         switchable = self._pool.policy in SWITCHABLE
-        details: dict[str, Detail] = {"moving_failed": switch.failed, "moving_off_by": switch.off_by or ""}
+        details: dict[str, Detail] = {
+            "moving_failed": switch.failed,
+            "moving_off_by": switch.off_by or "",
+            "keeps_cached": self._compactor.mover.keeps_cached,
+        }
         if self._compactor.consumer is not None:
             details["consumer"] = type(self._compactor.consumer).__name__
         return StatusReply(

@@ -49,6 +49,8 @@ class ReferenceMover:
         self._swapped = np.zeros((0, 2), np.int64)  # moves whose destination holds a prefix
         self._aside: Saved = None  # the contents of their destinations, once copied out
 
+    keeps_cached = True
+
     @property
     def block_bytes(self) -> int:
         return self._cache.block_bytes
@@ -61,7 +63,9 @@ class ReferenceMover:
         hits = self._tables.find()
         owners, positions = np.zeros(count, np.uint32), np.zeros(count, np.uint32)
         _scatter(hits, hits.blocks, owners, positions)
-        return BlockFacts(self._pool.states(), owners, positions, self.moves.references())
+        # What the pool counts is compared with this before a move; here it would take a step for each block in use.
+        references = np.bincount(hits.blocks, minlength=count)
+        return BlockFacts(self._pool.states(), owners, positions, references)
 
     def facts(self, blocks: NDArray[np.int64]) -> BlockFacts:
         ids = blocks.tolist()

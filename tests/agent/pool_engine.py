@@ -50,6 +50,7 @@ class Mover:
     """Moves blocks of the pool, the numbers in them, and what the tables say."""
 
     block_bytes = BLOCK_BYTES
+    keeps_cached = True
 
     def __init__(self, pool: BlockPool, tables: dict[int, list[int]]) -> None:
         self.pool, self.tables = pool, tables

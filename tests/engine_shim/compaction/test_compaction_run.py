@@ -36,6 +36,7 @@ class Memory:
     """A paged pool and its tables; contents are numbers. Implements Mover."""
 
     block_bytes = BLOCK_BYTES
+    keeps_cached = False
 
     def __init__(self, blocks: int, clock: Clock, move_seconds: float = 0.0001) -> None:
         self.blocks, self.clock, self.move_seconds = blocks, clock, move_seconds
@@ -186,6 +187,8 @@ class Memory:
 class KeepingMemory(Memory):
     """Swaps: what was cached at a destination is cached at the source afterwards."""
 
+    keeps_cached = True
+
     def reserve(self, moves: Moves) -> int:
         self.aside = {b: self.cached[b] for b in moves[:, 1].tolist() if b in self.cached}
         super().reserve(moves)
@@ -271,9 +274,39 @@ def test_cached_contents_can_be_kept(fails: bool) -> None:
         raise_at(memory, "commit", 3)
     report = run_to_end(make_run(memory, verify=True), memory)
     assert report.outcome is (Outcome.FAILED if fails else Outcome.REACHED)
-    assert report.cached_lost_predicted > 0
-    assert report.cached_lost == 0
+    assert report.cached_lost_predicted == report.cached_lost == 0
     assert sorted(memory.cached.values()) == promised
+
+
+def test_what_is_not_kept_is_lost_as_predicted() -> None:
+    memory = scattered(live=0.45, cached=0.54)
+    report = run_to_end(make_run(memory), memory)
+    assert report.replans == 0
+    assert report.cached_lost == report.cached_lost_predicted > 0
+
+
+def refill(memory: Memory, run: CompactionRun, count: int) -> None:
+    """Sequence 900 takes so many blocks of the window, the emptied ones first."""
+    window = run.window
+    if window is not None:
+        inside = [b for b in memory.allocatable() if window.start <= b < window.start + window.length]
+        memory.start(900, inside[:count])
+
+
+@pytest.mark.parametrize(
+    ("taken", "until", "hopeless"), [(3, 1000, True), (0, 0, False), (100, 1, False)], ids=["filled", "left", "once"]
+)
+def test_a_window_that_fills_as_fast_as_it_empties_ends_the_run(taken: int, until: int, hopeless: bool) -> None:
+    memory = scattered(blocks=2000, live=0.5)
+    run = make_run(memory, max_chunk_moves=2, max_step_seconds=1e-9, max_seconds=1e9)
+    report = run_to_end(run, memory, lambda step: refill(memory, run, taken if step < until else 0))
+    if hopeless:
+        assert report.outcome is Outcome.PARTIAL
+        assert "fills as fast as it is emptied" in report.reason
+        assert report.moved_blocks < report.planned_moves / 2
+    else:
+        assert report.outcome is Outcome.REACHED
+        assert report.moved_blocks >= report.planned_moves
 
 
 def test_the_budgets_of_a_step_hold() -> None:
