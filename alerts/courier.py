@@ -17,7 +17,6 @@ from alerts.sinks.base import Outcome, Permanent, Reason, Retry, Sent, Shrink, S
 from alerts.store import Store
 from alerts.tally import Counted
 
-PARKED_SECONDS: Final = 3600.0  # between attempts at a receiver that says it is no more
 OF_THE_SINK: Final = {Reason.FORBIDDEN, Reason.GONE, Reason.REJECTED}  # not of one message
 
 
@@ -61,14 +60,7 @@ class Courier:
         uphold_at = self._next_uphold(backlog)
         if blocked_until > now and (backlog.waiting or uphold_at is not None):
             return blocked_until
-        cadence = self.sink.cadence
-        found = plan(
-            backlog.waiting,
-            backlog.marks,
-            cadence,
-            now=now,
-            calm_at=self._calm_at,
-        )
+        found = plan(backlog.waiting, backlog.marks, self.sink.cadence, now=now, calm_at=self._calm_at)
         at = min((time for time in (found.next_at, uphold_at) if time is not None), default=None)
         if at is None or at > now:
             return at
@@ -80,6 +72,7 @@ class Courier:
             counted=backlog.counted,
             list_url=self._list_url(),
             uphold=uphold,
+            unfinished=found.unfinished,
         )
         self._deliver(notice, backlog, uphold=uphold)
         return self._clock.monotonic()
@@ -95,7 +88,7 @@ class Courier:
         self._bucket.take(self._clock.monotonic())
         outcome = self._send(notice)
         if isinstance(outcome, Sent):
-            self._sent(notice, uphold=uphold)
+            self._sent(notice, upheld=uphold or not backlog.told)
             return
         self.last_failure = outcome.reason
         if isinstance(outcome, Shrink) and not self._plain:
@@ -117,14 +110,16 @@ class Courier:
         except Exception as error:  # noqa: BLE001 - a fault in one message must not end the delivery of all others
             # Its text and traceback may hold what a library was given, and so the URL.
             log_event("sink_fault", level=logging.ERROR, sink=self.sink.name, error=type(error).__name__)
+            if isinstance(error, (OSError, RuntimeError, MemoryError)):  # too little of something, as of threads
+                return Retry(Reason.FAULT)
             return Shrink(Reason.FAULT) if not self._plain else Permanent(Reason.FAULT)
 
-    def _sent(self, notice: Notice, *, uphold: bool) -> None:
+    def _sent(self, notice: Notice, *, upheld: bool) -> None:
         name, cadence = self.sink.name, self.sink.cadence
         self._store.finish(name, notice, group_seconds=cadence.group_seconds)
         self._store.tally.add(name, Counted.SENT)
         now = self._clock.monotonic()
-        if uphold and cadence.resend_seconds is not None:
+        if upheld and cadence.resend_seconds is not None:
             self._uphold_at = now + cadence.resend_seconds
         if len(notice.entries) > cadence.storm_alerts:
             self._calm_at = now + cadence.storm_seconds
@@ -152,7 +147,7 @@ class Courier:
         """No message can pass. What waits stays, and goes on collecting: after the sink is mended and the agent started
         anew, whatever is still true is told, and the rest is mentioned."""
         self._store.postpone(self.sink.name, 0.0)
-        self._parked_until = self._clock.monotonic() + PARKED_SECONDS
+        self._parked_until = self._clock.monotonic() + self.sink.cadence.parked_seconds
         self._dead_letter("sink_refuses_all", notice, outcome, "mend the sink's address, and start the agent anew")
 
     def _give_up(self, notice: Notice, outcome: Shrink | Permanent, *, uphold: bool) -> None:

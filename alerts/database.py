@@ -143,7 +143,7 @@ class Database:
                     self._connection.execute(f"DELETE FROM {table}")  # noqa: S608 - a name of ours
             self._write(rows)
             self._connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError) as error:  # ValueError: a text that is no Unicode
             with suppress(sqlite3.Error):  # SQLite may have rolled it back already
                 self._connection.execute("ROLLBACK")
             raise _unusable(error) from error
@@ -198,7 +198,7 @@ def _gone(rows: Mapping[str, str | None]) -> list[tuple[str]]:
     return [(key,) for key, text in rows.items() if text is None]
 
 
-def _unusable(error: OSError | sqlite3.Error) -> DatabaseUnusable:
+def _unusable(error: Exception) -> DatabaseUnusable:
     if isinstance(error, OSError):
         return DatabaseUnusable(Fault.UNWRITABLE, error.strerror or type(error).__name__)
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary one; extended codes stand above it

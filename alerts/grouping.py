@@ -26,6 +26,7 @@ class Cadence:
     burst: int = 1  # messages at once
     storm_alerts: int = 20  # a message of more alerts than this begins a storm,
     storm_seconds: float = 10.0  # in which messages are at least this far apart
+    parked_seconds: float = 3600.0  # between attempts at a receiver that refuses everything for good
     resend_seconds: float | None = None  # for a receiver that forgets an alert which it is not told again
     most_changes: int | None = None  # in one message
 
@@ -37,6 +38,7 @@ class Cadence:
             per_second=10.0,
             burst=10,
             storm_seconds=0.0,
+            parked_seconds=300.0,  # what stands before a machine may say that it is no more while it starts anew
             resend_seconds=resend_seconds,
             most_changes=most_changes,
         )
@@ -65,6 +67,7 @@ class Plan:
 
     due: tuple[Waiting, ...]
     next_at: float | None
+    unfinished: frozenset[str] = frozenset()  # groups of which something is due that one message has no room for
 
 
 def group_of(alert: Alert, group_by: Sequence[str] = GROUP_BY) -> str:
@@ -93,7 +96,8 @@ def plan(
             due += members
         times.append(at)
     due.sort(key=lambda one: one.change.sequence)
-    return Plan(tuple(due[: cadence.most_changes]), min(times, default=None))
+    fits = len(due) if cadence.most_changes is None else cadence.most_changes
+    return Plan(tuple(due[:fits]), min(times, default=None), frozenset(one.group for one in due[fits:]))
 
 
 def compose(
@@ -104,9 +108,11 @@ def compose(
     counted: Mapping[str, int] = NOTHING,
     list_url: str | None = None,
     uphold: bool = False,
+    unfinished: frozenset[str] = frozenset(),
 ) -> Notice:
     """One notice of those changes, in order of sequence, for a sink that was `told` of those open alerts, by
-    fingerprint; `uphold` tells of these once more. `at` is in Unix seconds."""
+    fingerprint; `uphold` tells of these once more. The notice does not count as one of `unfinished` groups, so that the
+    rest of these need not wait. `at` is in Unix seconds."""
     changes: dict[str, list[Change]] = {}
     for one in due:
         changes.setdefault(one.change.alert.fingerprint, []).append(one.change)
@@ -121,7 +127,7 @@ def compose(
         at=at,
         entries=tuple(sorted(entries, key=_worst_first)),
         sequences=tuple(one.change.sequence for one in due),
-        groups=_ranks(due),
+        groups={group: rank for group, rank in _ranks(due).items() if group not in unfinished},
         counted=counted,
         list_url=list_url,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 from urllib.parse import quote, urlsplit
 
 from alerts.grouping import Cadence
@@ -60,6 +60,10 @@ class Permanent:
     status: int | None = None
 
 
+_BREAKING: Final = {*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029} - {0x0A}
+_TURNING: Final = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_UNWANTED: Final = dict.fromkeys(_BREAKING, " ") | dict.fromkeys(_TURNING, "")
+
 Outcome = Sent | Retry | Shrink | Permanent
 
 
@@ -77,9 +81,9 @@ class Sink(Protocol):
 
 
 def clean(text: str) -> str:
-    """Without what JSON receivers choke on: lone surrogates, and control characters other than the line feed."""
-    whole = text.encode("utf-8", "replace").decode("utf-8")
-    return "".join(c if c == "\n" or (c >= " " and c != "\x7f") else " " for c in whole)
+    """Without what JSON receivers choke on, lone surrogates and control characters other than the line feed, and
+    without what makes a text read otherwise than it is written, which are marks of direction."""
+    return text.encode("utf-8", "replace").decode("utf-8").translate(_UNWANTED)
 
 
 def safe_url(url: str | None) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import ssl
 import threading
 import time
 from base64 import b64encode
@@ -73,7 +72,10 @@ class Poster:
         proxy: Proxy = "environment",
         what: str = "the receiver",
     ) -> None:
-        """`timeout_seconds` is for all of it, from the name's look-up on. Raises AlertsConfigError."""
+        """`timeout_seconds` is for all of it, except that a look-up of the name ends when the system says so.
+
+        Raises AlertsConfigError.
+        """
         self.url = url
         self._timeout_seconds = timeout_seconds
         # At DEBUG it writes the headers of answers, and a redirect's holds the URL.
@@ -81,7 +83,7 @@ class Poster:
         self._authorization = _authorization(url)
         try:
             self._proxy = _proxy_for(url, proxy)
-            self._context: ssl.SSLContext | bool = httpx.create_ssl_context() if url.scheme == "https" else False
+            self._context = httpx.create_ssl_context()
             self._transport().close()
         except (ValueError, ImportError):  # ImportError: a SOCKS proxy needs a package that is not ours
             raise AlertsConfigError(

@@ -36,7 +36,7 @@ class WebhookSink:
     ) -> None:
         """Raises AlertsConfigError for a proxy that cannot be used."""
         self.name = name
-        self.cadence = cadence or Cadence(most_changes=MOST_CHANGES)
+        self.cadence = cadence or Cadence(most_changes=MOST_CHANGES, storm_seconds=0.0, parked_seconds=300.0)
         self._clock = clock
         self._poster = Poster(url, timeout_seconds=timeout_seconds, proxy=proxy, what=name)
 

@@ -183,6 +183,59 @@ def test_what_was_refused_for_good_is_counted_later(script: list[object]) -> Non
         assert made.sink.firing >= {"a"}
 
 
+def test_a_fault_of_ours_is_tried_as_plain_text_and_then_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    with world(Cadence()) as made:
+        faults: list[BaseException] = [RuntimeError("no thread"), KeyError("a"), KeyError("b")]
+        send = made.sink.send
+
+        def fail(notice: Notice, *, plain: bool = False) -> Outcome:
+            if faults:
+                raise faults.pop(0)
+            return send(notice, plain=plain)
+
+        made.sink.send = fail  # type: ignore[method-assign]
+        made.change("a", ChangeKind.FIRED)
+        made.drain()
+        assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+            "sink_fault",
+            "sink_fault",
+            "sink_fault",
+            "notice_given_up",
+        ]
+        made.change("a", ChangeKind.RESOLVED)
+        made.drain()
+        [told] = made.sink.messages
+        assert told.counted == {"pool_nearly_full": 1}
+
+
+def test_what_a_message_may_not_hold_follows_without_a_pause() -> None:
+    with world(Cadence(most_changes=2)) as made:
+        for _ in range(3):
+            for kind in (ChangeKind.FIRED, ChangeKind.RESOLVED):
+                made.change("a", kind)
+        began = made.clock.monotonic()
+        made.drain()
+        assert len(made.sink.messages) == 3
+        assert made.clock.monotonic() - began < 5.0
+
+
+def test_a_machine_is_told_again_at_its_interval_and_not_before() -> None:
+    with world(Cadence.at_once(resend_seconds=60.0)) as made:
+        made.change("a", ChangeKind.FIRED)
+        times = []
+        for _ in range(4):
+            at = made.step()
+            assert at is not None
+            made.clock.turn(max(0.0, at - made.clock.monotonic()))
+            times.append(made.clock.monotonic())
+        made.step()
+        assert [len(message.sequences) for message in made.sink.messages] == [1, 0]
+        assert times[-1] - times[0] == pytest.approx(60.0)
+        made.restart()
+        made.step()
+        assert len(made.sink.messages) == 3  # nobody knows how long we were away
+
+
 def test_the_model_notices_a_lost_firing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: an outbox that forgets a change must not pass."""
     put = Outbox.put

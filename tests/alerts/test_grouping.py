@@ -63,10 +63,12 @@ def test_nothing_waits_and_nothing_is_due() -> None:
     assert plan([], {}, Cadence(), now=NOW).next_at is None
 
 
-def test_a_message_holds_no_more_than_it_may() -> None:
-    found = waiting(*[fired(make_alert(f"e{number}")) for number in range(5)])
+def test_a_message_holds_no_more_than_it_may_and_the_rest_follows_at_once() -> None:
+    found = waiting(fired(make_alert("a")), fired(make_alert("b")), fired(make_alert("a", rule="other")))
     result = plan(found, {}, Cadence(most_changes=2), now=NOW + 1)
     assert [one.change.sequence for one in result.due] == [1, 2]
+    notice = compose(result.due, {}, at=START, unfinished=result.unfinished)
+    assert notice.groups == {"b": 1}  # the group of "a" is not told yet, so that nothing of it waits for a minute
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,13 @@ def test_rows_that_cannot_be_read_are_left_out(open_store: OpenStore, path: Path
     assert open_store().tally.read()["slack", "dropped"] == 0
 
 
+def test_a_text_that_cannot_be_written_stops_nothing(open_store: OpenStore) -> None:
+    store = open_store()
+    store.commit({"lone \ud800": "1"}, [fired(make_alert())])
+    assert sequences(store) == [1]
+    assert not store.durable
+
+
 def test_a_sink_that_is_gone_is_forgotten(open_store: OpenStore, path: Path) -> None:
     store = open_store()
     store.commit({}, [fired(make_alert())])
