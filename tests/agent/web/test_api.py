@@ -267,8 +267,9 @@ def test_docs_list_every_path_and_fetch_nothing(world: World) -> None:
     schema = world.client.get("/openapi.json").json()
     assert {"/metrics", "/healthz", "/readyz", "/v1/engines", "/v1/engines/{id}/history"} <= set(schema["paths"])
     assert "HTTPValidationError" not in json.dumps(schema)
-    for path in schema["paths"]:
-        assert f"GET {path}" in page
+    for path, methods in schema["paths"].items():
+        for method in methods:
+            assert f"{method.upper()} {path}" in page
     assert not re.search(r"https?://|src=|@import|url\(", page)
 
 
