@@ -117,7 +117,8 @@ class DeviceMonitor:
         found = [(engine, self._table.engine(engine)) for engine in engines]
         nvml = self._reading(self._nvml.latest() if self.settings.devices else None)
         # Told apart by state alone: reasons hold ages, which would be news at each round.
-        self._log.on_change("nvml", "library", nvml.state.value, quiet_first="starting", reason=nvml.reason)
+        failed = nvml.state.value if nvml.state.failed else "ok"
+        self._log.on_change("nvml", "library", failed, quiet_first="ok", reason=nvml.reason)
         for device in nvml.devices:
             self._log.on_change("device", device.key, device.state.value, quiet_first="ok", reason=device.reason)
         here = [(engine, process) for engine, process in found if process is not None]
