@@ -18,7 +18,7 @@ from alerts.backoff import Backoff
 from alerts.courier import Courier
 from alerts.grouping import Cadence
 from alerts.model import Alert, Change, ChangeKind, Severity
-from alerts.notice import Notice
+from alerts.notice import News, Notice
 from alerts.outbox import Delta, Outbox
 from alerts.sinks.base import Outcome, Permanent, Reason, Retry, Sent, Shrink
 from alerts.store import Store
@@ -181,6 +181,37 @@ def test_what_was_refused_for_good_is_counted_later(script: list[object]) -> Non
         made.drain()
         assert sum(made.sink.told.values()) + made.sink.counted == sum(made.fired.values())
         assert made.sink.firing >= {"a"}
+
+
+def test_what_a_receiver_asked_for_holds_over_a_restart() -> None:
+    with world(Cadence()) as made:
+        made.sink.outcomes.append(Retry(Reason.RATE_LIMITED, 30.0))
+        made.change("a", ChangeKind.FIRED)
+        made.clock.turn(0.5)
+        made.step()
+        made.restart()
+        made.clock.turn(29.0)
+        assert made.step() == pytest.approx(made.clock.monotonic() + 1.0, abs=0.2)
+        assert not made.sink.messages
+        made.change("a", ChangeKind.RESOLVED)
+        made.drain()
+        [told] = made.sink.messages
+        assert [entry.news for entry in told.entries] == [News.BRIEF]
+
+
+def test_a_sink_that_was_refused_is_asked_anew_by_the_next_process() -> None:
+    with world(Cadence()) as made:
+        made.sink.outcomes.append(Permanent(Reason.GONE, 404))
+        made.change("a", ChangeKind.FIRED)
+        made.clock.turn(0.5)
+        made.step()
+        made.clock.turn(3599.0)
+        made.step()
+        assert not made.sink.messages
+        made.restart()
+        made.step()
+        [told] = made.sink.messages
+        assert [entry.news for entry in told.entries] == [News.FIRING]
 
 
 def test_a_fault_of_ours_is_tried_as_plain_text_and_then_given_up(caplog: pytest.LogCaptureFixture) -> None:
