@@ -118,7 +118,7 @@ class Evaluator:
         step = self._lifecycle.evaluate(
             readings, self._clock.wall(), elapsed_seconds=elapsed, mutes=self._keeper.mutes()
         )
-        self._evaluated, self.readings = now, readings
+        self.readings = readings
         before, self._lifecycle = self._lifecycle, self._lifecycle.after(step)
         keep = set(step.touched)
         if now - self._kept >= KEEP_SECONDS:
@@ -130,6 +130,7 @@ class Evaluator:
         except BaseException:
             self._lifecycle = before  # it was not kept, so it has not happened: the next evaluation finds it again
             raise
+        self._evaluated = now
         self._resolved.extendleft(one for one in step.changes if one.kind is ChangeKind.RESOLVED)
         self._standing = AlertsStanding(tuple(step.states.values()), tuple(self._resolved))
         return step

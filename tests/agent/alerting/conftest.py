@@ -35,6 +35,7 @@ from engine_shim.reference.build import EngineSettings, build_engine
 from engine_shim.reference.clock import VirtualClock
 from engine_shim.reference.sequence import sequence_of
 from engine_shim.workload import TraceRequest
+from tests.alerts.slack_receiver import Answer, Receiver, slack_judge
 
 BEGAN = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
 GOLDEN = Path(__file__).with_name("golden")
@@ -240,6 +241,14 @@ def scene(tmp_path: Path) -> Iterator[MakeScene]:
         one.close()
 
 
+@pytest.fixture
+def slack() -> Iterator[Receiver]:
+    """A receiver that holds to Slack's documented limits."""
+    receiver = Receiver(slack_judge)
+    yield receiver
+    receiver.close()
+
+
 def slack_payload(change: Change, now: float, told: Mapping[str, Alert]) -> dict[str, Any]:
     """What Slack is sent of one change."""
     notice = compose([Waiting(change, "", 0.0)], told, at=now, list_url="https://dashboard.example")
@@ -257,6 +266,7 @@ def golden(tmp_path: Path) -> Callable[[Change, Change], None]:
             "fired": slack_payload(fired, fired.at + 1, {}),
             "resolved": slack_payload(over, over.at + 1, {alert.fingerprint: alert}),
         }
+        assert [slack_judge(payload) for payload in payloads.values()] == [Answer(), Answer()]  # Slack's own limits
         text = json.dumps(payloads, indent=1, ensure_ascii=False).replace(str(tmp_path), "/run") + "\n"
         path = GOLDEN / f"{alert.rule}.json"
         if not path.exists():

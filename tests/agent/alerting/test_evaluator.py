@@ -1,0 +1,181 @@
+"""The thread that judges: it holds up nobody, loses nothing, and keeps what must outlive it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.alerting.evaluator import Evaluator
+from agent.alerting.feed import PoolFeed
+from agent.alerting.own import OwnFeed
+from agent.alerting.rule_files import default_rules
+from agent.sampling.model import Clock
+from alerts.model import Change, ChangeKind
+from alerts.mutes import Mute
+from alerts.state import AlertState
+from alerts.store import Store
+
+MakeScene = Callable[..., Any]
+
+
+class Keeper:
+    """Keeps in memory; `gate` is what a commit waits for, `fault` what it raises."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, str] = {}
+        self.changes: list[Change] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.fault: Exception | None = None
+
+    def load_states(self) -> Mapping[str, str]:
+        return dict(self.states)
+
+    def commit(self, states_changed: Mapping[str, str | None], changes: Sequence[Change]) -> Sequence[Change]:
+        self.entered.set()
+        assert self.gate.wait(30.0)
+        if self.fault is not None:
+            raise self.fault
+        for id, text in states_changed.items():
+            if text is None:
+                self.states.pop(id, None)
+            else:
+                self.states[id] = text
+        self.changes += changes
+        return tuple(changes)
+
+    def mutes(self) -> Sequence[Mute]:
+        return ()
+
+
+def evaluator_of(scene: Any, keeper: Any) -> Evaluator:
+    pools = PoolFeed(scene.driver.standing)
+    return Evaluator(default_rules(), keeper, pools, OwnFeed("node-1", 1.0, list), clock=scene.clock)
+
+
+def full(scene: Any) -> Any:
+    """A scene whose pool is full, as of its last view."""
+    here = scene()
+    here.engine(headroom=0.0).engine.pool.allocate(125)
+    here.fires("pool-nearly-full")
+    return here
+
+
+def second(here: Any, evaluator: Evaluator) -> list[tuple[str, ChangeKind]]:
+    here.tick()
+    return [(change.alert.rule, change.kind) for change in evaluator.tick(here.view).changes]
+
+
+def test_sampling_does_not_wait_for_a_disk_that_hangs(scene: MakeScene) -> None:
+    here, keeper = full(scene), Keeper()
+    evaluator = evaluator_of(here, keeper)
+    here.sampler.subscribe(lambda: evaluator.notice(here.sampler.view))
+    keeper.gate.clear()
+    thread = threading.Thread(target=evaluator.run, daemon=True)
+    thread.start()
+    here.now += 1
+    here.sampler.tick()
+    assert keeper.entered.wait(30.0)
+    before = here.view.generation
+    for _ in range(20):
+        here.now += 1
+        here.sampler.tick()
+    assert here.view.generation == before + 20
+    assert keeper.states == {}
+    keeper.gate.set()
+    evaluator.stop()
+    thread.join(30.0)
+    assert not thread.is_alive()
+
+
+def test_what_could_not_be_kept_has_not_happened_and_is_found_again(scene: MakeScene) -> None:
+    here, keeper = full(scene), Keeper()
+    evaluator = evaluator_of(here, keeper)
+    for _ in range(29):
+        second(here, evaluator)
+    keeper.fault = RuntimeError("a fault of ours")
+    for _ in range(5):
+        here.tick()
+        with pytest.raises(RuntimeError):
+            evaluator.tick(here.view)
+    keeper.fault = None
+    assert ("pool-nearly-full", ChangeKind.FIRED) in second(here, evaluator)
+    assert [change.alert.rule for change in keeper.changes] == ["pool-nearly-full"]
+
+
+def test_the_thread_outlives_a_fault_of_ours(scene: MakeScene, caplog: pytest.LogCaptureFixture) -> None:
+    here, keeper = full(scene), Keeper()
+    evaluator = evaluator_of(here, keeper)
+    keeper.fault = RuntimeError("a fault of ours")
+    thread = threading.Thread(target=evaluator.run, daemon=True)
+    with caplog.at_level(logging.ERROR):
+        thread.start()
+        evaluator.notice(here.view)
+        assert keeper.entered.wait(30.0)
+        keeper.entered.clear()
+        keeper.fault = None
+        here.tick()
+        evaluator.notice(here.view)
+        assert keeper.entered.wait(30.0)
+    evaluator.stop()
+    thread.join(30.0)
+    assert "a fault of ours" in str([record.__dict__.get("fields") for record in caplog.records])
+
+
+def test_before_the_first_sample_nothing_is_absent(scene: MakeScene) -> None:
+    here, keeper = full(scene), Keeper()
+    keeper.states = {one.fingerprint: one.to_json() for one in here.open.values()}
+    fresh = evaluator_of(scene(), keeper)
+    for _ in range(2000):
+        here.now += 1
+        assert fresh.tick(scene().view).changes == ()
+    assert len(fresh.standing.open) == 1
+
+
+def test_a_new_agent_goes_on_where_the_old_one_stood(scene: MakeScene, tmp_path: Path) -> None:
+    """Nothing is told again, and durations go on from what was last written down, a minute ago at most."""
+    here = full(scene)
+    path = tmp_path / "alerts.sqlite"
+    first = evaluator_of(here, store := Store(path, clock=here.clock))
+    told = [one for _ in range(70) for one in second(here, first)]
+    assert told == [("pool-nearly-full", ChangeKind.FIRED), ("leak-suspected", ChangeKind.FIRED)]
+    store.close()
+    again = evaluator_of(here, store := Store(path, clock=here.clock))
+    assert {one.alert.rule for one in again.standing.open if one.told} == {"pool-nearly-full", "leak-suspected"}
+    assert [one for _ in range(70) for one in second(here, again)] == []
+    store.close()
+
+
+def test_durations_of_open_alerts_are_written_down_each_minute(scene: MakeScene) -> None:
+    here, keeper = full(scene), Keeper()
+    evaluator = evaluator_of(here, keeper)
+    for _ in range(125):
+        second(here, evaluator)
+    (kept,) = [
+        state for state in map(AlertState.from_json, keeper.states.values()) if state.alert.rule == "pool-nearly-full"
+    ]
+    assert 30 < kept.quiet_seconds <= 125
+
+
+def test_a_state_that_cannot_be_read_is_forgotten_with_a_line(
+    scene: MakeScene, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = Keeper()
+    keeper.states = {"x": "{}"}
+    with caplog.at_level(logging.WARNING):
+        assert evaluator_of(scene(), keeper).standing.open == ()
+    assert "an open alert was forgotten" in caplog.text
+
+
+def test_a_real_clock_will_do(scene: MakeScene) -> None:
+    here = full(scene)
+    evaluator = Evaluator(default_rules(), Keeper(), PoolFeed(here.driver.standing), OwnFeed("node-1", 1.0, list))
+    assert evaluator.tick(here.view).changes == ()
+    assert Clock().wall() - time.time() < 60
