@@ -110,6 +110,13 @@ class World:
             self.restart()
             return self.clock.monotonic()
 
+    def advance(self, seconds: float) -> None:
+        """Let time pass, as the courier's thread would: it looks again when it said, and after a commit."""
+        until = self.clock.monotonic() + seconds
+        while (at := self.step()) is not None and at <= until:
+            self.clock.turn(max(0.0, at - self.clock.monotonic()))
+        self.clock.turn(max(0.0, until - self.clock.monotonic()))
+
     def drain(self) -> None:
         """Let a receiver that has recovered be told everything."""
         self.sink.outcomes.clear()
@@ -181,6 +188,19 @@ def test_what_was_refused_for_good_is_counted_later(script: list[object]) -> Non
         made.drain()
         assert sum(made.sink.told.values()) + made.sink.counted == sum(made.fired.values())
         assert made.sink.firing >= {"a"}
+
+
+def test_a_storm_over_three_samples_and_its_end_are_at_most_five_messages() -> None:
+    with world(Cadence()) as made:
+        for kind in (ChangeKind.FIRED, ChangeKind.RESOLVED):
+            for tick in range(3):
+                for number in range(tick, 500, 3):
+                    made.change(f"engine-{number}", kind)
+                made.advance(1.0)
+            made.advance(120.0)
+        assert len(made.sink.messages) <= 5
+        assert made.sink.told == made.fired
+        assert not made.sink.firing
 
 
 def test_what_a_receiver_asked_for_holds_over_a_restart() -> None:
