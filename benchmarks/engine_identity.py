@@ -129,7 +129,7 @@ def serve(workload: Workload, blocks: int, policy: str, *, prefix_cache: bool = 
     pool = RecordedPool(blocks, owners, policy=policy, headroom=HEADROOM, prefix_cache=prefix_cache, reserved=(0,))
     cache = KVCache(SMALLEST, blocks)
     clock = VirtualClock()
-    engine = Engine(pool, cache, PatternContent(cache), observer=owners, clock=clock, verify_every=64)
+    engine = Engine(pool, cache, PatternContent(cache), observer=owners, clock=clock, verify_every=256)
     began = time.monotonic()
     engine.serve(
         arrivals(workload, EngineSettings(engine_id="trace")),

@@ -108,9 +108,9 @@ class PatternContent:
     def run(self, batch: Items[Work]) -> list[list[int]]:
         """Write every tensor of every token in the batch; the next token is a function of sequence and position."""
         if batch:
-            slots = np.concatenate([self.cache.slots(work.sequence.table, work.start, work.stop) for work in batch])
-            keys = np.concatenate([self.keys(work.sequence, work.start, work.stop) for work in batch])
-            self.write(slots, keys)
+            contents = np.concatenate([work.sequence.tokens[work.start : work.stop] for work in batch])
+            slots, positions = self.cache.batch_slots([(work.sequence.table, work.start, work.stop) for work in batch])
+            self.write(slots, token_keys(contents, positions))
         return [_next_tokens(work.sequence) if work.completes else [] for work in batch]
 
     def registered(self, sequence: Sequence, first: int, last: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +99,19 @@ class KVCache:
         slots = self.block_slots(np.asarray(table[first:last], dtype=np.int64))
         offset = first * self.block_tokens
         return np.asarray(slots.reshape(-1)[start - offset : stop - offset])
+
+    def batch_slots(self, spans: Sequence[tuple[array[int], int, int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the tokens start..stop-1 of several sequences lie, one sequence after the other, each with its (table,
+        start, stop); and the tokens' positions. A decoding batch has many spans of one token: no step for each."""
+        size = self.block_tokens
+        starts, stops = np.array([(start, stop) for _, start, stop in spans], np.int64).T
+        counts = stops - starts
+        positions = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        pieces = [table[start // size : -(-stop // size)] for table, start, stop in spans]
+        blocks = np.frombuffer(b"".join(pieces), np.int64)
+        lengths = np.array([len(piece) for piece in pieces])
+        where = np.repeat(np.cumsum(lengths) - lengths - starts // size, counts) + positions // size
+        return blocks[where] * (2 * self.geometry.layers * size) + positions % size, positions
 
     def block_slots(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """The slots of whole blocks, (blocks, block_tokens)."""

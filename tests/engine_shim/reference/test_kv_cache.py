@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,20 @@ def test_slots_go_through_the_table(start: int, stop: int) -> None:
     for index, tensor in enumerate(cache.tensors):
         held = tensor.reshape(256, -1)[wanted]
         assert bool((held == -1.0 - index).all())
+
+
+def test_the_slots_of_a_batch_are_those_of_its_sequences() -> None:
+    chance = random.Random(1)
+    cache = KVCache(TEST_GEOMETRY, 64)
+    for _ in range(50):
+        spans = []
+        for _ in range(chance.randint(1, 6)):
+            table = array("q", chance.sample(range(64), 12))
+            start = chance.randrange(12 * 16)
+            spans.append((table, start, chance.choice([start + 1, chance.randint(start + 1, 12 * 16)])))
+        slots, positions = cache.batch_slots(spans)
+        assert slots.tolist() == [slot for span in spans for slot in cache.slots(*span).tolist()]
+        assert positions.tolist() == [token for _, start, stop in spans for token in range(start, stop)]
 
 
 def test_blocks_are_read_as_they_lie(device: str) -> None:
