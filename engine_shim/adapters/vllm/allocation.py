@@ -65,10 +65,11 @@ def relocation_refusal(scheduler: Any) -> str:
         return f"it is not known whether the runner of {device} makes the copies of a step"
     if not type(scheduler).__module__.startswith("vllm.v1.core.sched."):
         return f"{type(scheduler).__module__} is not vLLM's own scheduler; its steps may carry no copies"
-    return _unknown_shape(cache)
+    return unknown_shape(cache)
 
 
-def _unknown_shape(cache: Any) -> str:
+def unknown_shape(cache: Any) -> str:
+    """What of this vLLM's pool is not as it was when moves were proven; "" where all is."""
     from vllm.v1.core.sched.output import SchedulerOutput
 
     pool, coordinator = cache.block_pool, cache.coordinator

@@ -47,6 +47,10 @@ class Audit:
             if state not in (_FREE, _RESERVED):
                 self._set(block.block_id, state, references)
 
+    def tell(self, number: int) -> None:
+        """Tell the observer of one block as the pool has it."""
+        self._set(number, *self.truth(self._pool.blocks[number]))
+
     def truth(self, block: Any) -> tuple[int, int]:
         """State and references of one block, as the pool has them."""
         number = block.block_id

@@ -104,7 +104,8 @@ def _relink(pool: Any, first: list[Any]) -> None:
         for block in pool.blocks
         if block.ref_cnt == 0 and not block.is_null and (block.next_free_block or block.prev_free_block) is not None
     ]
-    order = {block.block_id: block for block in (*first, *forwards, *backwards, *linked)}
+    unheld = (block for block in (*first, *forwards, *backwards, *linked) if block.ref_cnt == 0)
+    order = {block.block_id: block for block in unheld}
     before = head
     for block in order.values():
         before.next_free_block, block.prev_free_block = block, before
@@ -121,3 +122,17 @@ def _walk(start: Any, end: Any, step: str) -> list[Any]:
         found[block.block_id] = block
         block = getattr(block, step)
     return list(found.values())
+
+
+def trade(pool: Any, used: Any, spare: Any) -> None:
+    """A block in use and an unreferenced one change places: references and hashes, and the one that was in use gets the
+    other's place in the order of eviction. Tables are for the caller."""
+    _exchange_hashes(pool, used, spare)
+    before, after = spare.prev_free_block, spare.next_free_block
+    used.prev_free_block, used.next_free_block = before, after
+    before.next_free_block = after.prev_free_block = used
+    spare.prev_free_block = spare.next_free_block = None
+    used.ref_cnt, spare.ref_cnt = spare.ref_cnt, used.ref_cnt
+    collector = pool.metrics_collector
+    if collector is not None:
+        _exchange_items(collector.block_metrics, used.block_id, spare.block_id)

@@ -82,8 +82,11 @@ class ControlDesk:
                 limits(compactor.defaults, request), done=lambda report: answer(ticket, report_reply(report))
             )
         else:
+            kept = compactor.mover.keeps_cached
             compactor.dry_run(
-                lambda plan: answer(ticket, plan_reply(plan)), target=request.target, max_moves=request.max_moves
+                lambda plan: answer(ticket, plan_reply(plan, keeps_cached=kept)),
+                target=request.target,
+                max_moves=request.max_moves,
             )
         return None
 
@@ -107,7 +110,11 @@ class ControlDesk:
             switch = compactor.switch
             reason = switch.reason or compactor.mover.refusal()
             moving = not reason
-            details = {"moving_failed": switch.failed, "moving_off_by": switch.off_by or ""}
+            details = {
+                "moving_failed": switch.failed,
+                "moving_off_by": switch.off_by or "",
+                "keeps_cached": compactor.mover.keeps_cached,
+            }
         if relocator is None or relocator.reason:
             details["relocation_reason"] = self._no_relocation if relocator is None else relocator.reason
         return StatusReply(

@@ -230,7 +230,7 @@ class Relocator:
         incoming = [block for block in chosen if block not in stay]
         homes = sorted(block for block in numbers if block not in stay)
         if not all(unreferenced(blocks[number]) for number in incoming):
-            self._look_again([*chosen, *numbers])
+            self.look_again([*chosen, *numbers])
             return
         pairs = list(zip(incoming, homes, strict=True))
         copies = [pair for pair in pairs if blocks[pair[0]].block_hash is not None]
@@ -249,7 +249,7 @@ class Relocator:
             return groups
         pairs = self._placement.choose_lower(hits, self._queue.num_free_blocks, self._left, every)
         if not all(unreferenced(blocks[place]) for _, place in pairs):
-            self._look_again([place for _, place in pairs])
+            self.look_again([place for _, place in pairs])
             return groups
         if not pairs:
             return groups
@@ -277,14 +277,14 @@ class Relocator:
         try:
             self._left -= len(copies)
             self.copied += len(copies)
-            self._look_again([number for pair in pairs for number in pair])
+            self.look_again([number for pair in pairs for number in pair])
             if told := copies[: len(copies) - more]:
                 self.on_moved([source for source, _ in told], [place for _, place in told], more)
         except Exception as error:  # noqa: BLE001 - the contents have moved, and whoever asked must hear where they are
             self._failed("what was relocated could not be noted", error)
 
-    def _look_again(self, numbers: Collection[int]) -> None:
-        """The marks of these blocks were stale."""
+    def look_again(self, numbers: Collection[int]) -> None:
+        """These blocks are not what they were: the hooks have not seen why."""
         for number in numbers:
             self._placement.mark(number, _mark_of(self._pool.blocks[number]))
 

@@ -79,6 +79,15 @@ class RequestBook:
                     self._close(request_id)
             self._ending.clear()
 
+    def renamed(self, moves: Mapping[int, int]) -> None:
+        """Blocks whose contents are in others now, tables and all."""
+        sources = np.fromiter(moves, np.int64, len(moves))
+        order = np.argsort(sources)
+        destinations = np.fromiter(moves.values(), np.int64, len(moves))[order]
+        place = np.searchsorted(sources[order], self._tail_block).clip(max=len(moves) - 1)
+        moved = sources[order][place] == self._tail_block
+        self._tail_block[moved] = destinations[place[moved]]
+
     def sweep(self) -> int:
         """Close owners that vLLM no longer knows and that were not seen to end; how many those were."""
         lost = [name for name in self._rows if name not in self._requests and name not in self._ending]

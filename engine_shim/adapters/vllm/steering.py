@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from engine_shim.adapters.vllm.allocation import Allocation, allocation_setting, relocation_refusal
+from engine_shim.adapters.vllm.compaction import NOT_ASKED, Readiness, compaction_asked, compaction_refusal
 from engine_shim.adapters.vllm.control_desk import ControlDesk
+from engine_shim.adapters.vllm.mover import VllmMover
 from engine_shim.adapters.vllm.relocator import BYTES_A_STEP, Relocator
 from engine_shim.adapters.vllm.watched_pool import WatchedPool, whole_number
 from engine_shim.compaction.compactor import Compactor
@@ -46,13 +48,15 @@ class Steering:
         self._server: ControlServer | None = None
         self._desk: ControlDesk | None = None
         self._no_relocation = self._no_compaction = ""
+        self._readiness = Readiness(scheduler, lambda: self.core)
+        self._mover: VllmMover | None = None
 
     def prepare(self, watched: WatchedPool) -> None:
         """Before observation's hooks are put on; again after a sleep, when the pool has a new map."""
         self._watched = watched
         if self._desk is None:
             self._prepare_relocation(watched)
-            self._no_compaction = "moves of live blocks were not allowed at the start"
+            self._prepare_compaction(watched)
             self._desk = ControlDesk(
                 self._mailbox,
                 relocator=self.relocator,
@@ -62,6 +66,10 @@ class Steering:
                 relocate=self.relocate,
                 turn_off=self._leave,
             )
+        self._readiness.asleep = False
+        if self._mover is not None:
+            self._mover.watched = watched
+        watched.on_moved = self._live_moved
         self._show_relocation()
         if watched.observer.path is not None:
             self._server = ControlServer.offer(watched.observer.path, self._mailbox)
@@ -75,6 +83,7 @@ class Steering:
 
     def asleep(self) -> None:
         """The pool's memory goes, and its map with it."""
+        self._readiness.asleep = True
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -124,6 +133,25 @@ class Steering:
     def _leave(self, reason: str) -> None:
         self._turn_off(reason)
         _later(self.wake)  # the reply goes first
+
+    # Moves of live blocks
+
+    def _prepare_compaction(self, watched: WatchedPool) -> None:
+        if not compaction_asked(self._environment):
+            self._no_compaction = NOT_ASKED
+            return
+        if refusal := compaction_refusal(self._scheduler):
+            log.warning("moves of live blocks are refused: %s", refusal)
+            self._no_compaction = refusal
+            return
+        self._mover = VllmMover(
+            self._scheduler, watched.spec.block_bytes, core=lambda: self.core, refusal=self._readiness.refusal
+        )
+        self.compactor = Compactor(self._mover, watched.spec.total_blocks, wake=self.wake)
+
+    def _live_moved(self, blocks: Collection[int]) -> None:
+        if self.relocator is not None:
+            self.relocator.look_again(blocks)
 
     # Relocation
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class WatchedPool:
         self.pool = pool
         self.spec = spec
         self.managers: list[Any] = []
+        self.on_moved: Callable[[Collection[int]], None] = lambda blocks: None
         if findings.requests:
             everyone = scheduler.kv_cache_manager.coordinator.single_type_managers
             self.managers = [manager for manager in everyone if manager.block_pool is pool]
@@ -98,6 +99,21 @@ class WatchedPool:
             self.observer.step_ended(running, waiting)
         else:
             self.observer.queues_changed(running, waiting)
+
+    def moved(self, moves: Mapping[int, int]) -> None:
+        """Blocks in use have changed places with unreferenced ones: source to destination."""
+        self.observer.moved(list(moves), list(moves.values()), live=True)
+        self.tap.left = [([moves.get(block, block) for block in held], owner) for held, owner in self.tap.left]
+        if self.book is not None:
+            self.book.renamed(moves)
+        self.on_moved([*moves, *moves.values()])
+
+    def resync(self, blocks: Sequence[int]) -> None:
+        """These were changed in some way that no hook has seen: the map is told what the pool has."""
+        self.tap.lost(())
+        for block in blocks:
+            self.audit.tell(block)
+        self.on_moved(blocks)
 
     def keep(self, request_id: str) -> None:
         """A connector reads or fills the request's blocks: they are PINNED, and name it as their holder."""
