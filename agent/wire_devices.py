@@ -30,6 +30,15 @@ class MemoryRow(WireModel):
     rank: str
 
 
+class DeviceProcess(WireModel):
+    """A process on a device. `pid` is as NVML tells it; no name and no engine: it is not visible to the agent."""
+
+    pid: int
+    used_bytes: int | None
+    engine_id: str
+    name: str
+
+
 class Device(WireModel):
     """One device, or one slice of it. `uuid` is its identity; an index is only where it stood when it was read."""
 
@@ -44,7 +53,7 @@ class Device(WireModel):
     rows: list[MemoryRow] | None  # they sum to the total; null without figures, and where slices have them
     notes: list[str]  # on the rows
     engines: list[str]  # ids of engines on it
-    processes: int | None  # that NVML lists
+    processes: list[DeviceProcess] | None  # null: NVML does not tell
     mig: bool | None
     slices: list[Device]
 

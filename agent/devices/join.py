@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from agent.devices.accounting import EngineClaim, OtherClaim, attribute, find_uuid
-from agent.devices.model import DeviceSample, DeviceView, EngineHere
+from agent.devices.model import DeviceProcess, DeviceSample, DeviceView, EngineHere, NamedProcess
 from agent.devices.processes import LocalProcess, ProcessTable
 from agent.sampling.model import AgentView, rank_name
 
@@ -52,15 +52,25 @@ class Join:
             if one.gpu_instance is not None and one.memory is not None:
                 shown.add(one.gpu_instance)
             slices.append(self._view(one))
-        named = self._named(device)
+        named, owners = self._named(device), self._owners(device)
+        processes = None if device.processes is None else tuple(self._name(*one) for one in owners)
         if device.memory is None or any(one.attribution for one in slices):
-            return DeviceView(device, None, tuple(sorted({one.engine_id for one in named})), tuple(slices))
-        claims, others = self._claims(device, named)
-        return DeviceView(
-            device,
-            attribute(device.memory, claims, others),
-            tuple(sorted({claim.engine.engine_id for claim in claims})),
-            tuple(slices),
+            ids = {one.engine_id for one in (*named, *(owner for _, owner in owners if owner))}
+            return DeviceView(device, None, tuple(sorted(ids)), processes, tuple(slices))
+        claims, others = self._claims(named, owners)
+        ids = {claim.engine.engine_id for claim in claims}
+        attribution = attribute(device.memory, claims, others)
+        return DeviceView(device, attribution, tuple(sorted(ids)), processes, tuple(slices))
+
+    def _owners(self, device: DeviceSample) -> list[tuple[DeviceProcess, EngineHere | None]]:
+        """Each process with the engine whose it is, by pid and start time."""
+        return [(one, self.table.owner(one.pid, self.here)) for one in device.processes or ()]
+
+    def _name(self, process: DeviceProcess, owner: EngineHere | None) -> NamedProcess:
+        # Outside of the machine's first namespace that pid may be of another process here, so that no name is given.
+        local = self.table.look(process.pid) if owner is not None or self.table.sees_all else None
+        return NamedProcess(
+            process.pid, process.used_bytes, owner.engine_id if owner else "", local.name if local else ""
         )
 
     def _named(self, device: DeviceSample) -> list[EngineHere]:
@@ -74,19 +84,20 @@ class Join:
             and any(find_uuid(uuid, known) == device.uuid for uuid in engine.gpu_uuids)
         ]
 
-    def _claims(self, device: DeviceSample, named: Sequence[EngineHere]) -> tuple[list[EngineClaim], OtherClaim]:
-        """Each process to the engine whose it is, by pid and start time; the rest to others, seen or unseen."""
+    def _claims(
+        self, named: Sequence[EngineHere], owners: Sequence[tuple[DeviceProcess, EngineHere | None]]
+    ) -> tuple[list[EngineClaim], OtherClaim]:
+        """What engines hold by their processes; the rest is of others, seen or unseen."""
         held: dict[EngineHere, int | None] = {}
         known = unseen_bytes = unseen = 0
         pids_are_ours = self.table.sees_all
-        for process in device.processes or ():
-            owner, size = self.table.owner(process.pid, self.here), process.used_bytes
+        for process, owner in owners:
+            size = process.used_bytes
             if owner is not None and owner.medium != "cpu":
                 held[owner] = held.get(owner) if size is None else (held.get(owner) or 0) + size
-            elif pids_are_ours:
+            elif owner is not None or pids_are_ours:
                 known += size or 0
             else:
-                # It may be of another namespace even where some process has that pid here.
                 unseen, unseen_bytes = unseen + 1, unseen_bytes + (size or 0)
         # An engine whose map names no device is on those where its process is.
         engines = [*named, *(engine for engine in held if engine not in named)]

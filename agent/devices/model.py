@@ -200,12 +200,23 @@ class EngineProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedProcess:
+    """A process on a device, as far as it can be told whose it is."""
+
+    pid: int  # as NVML tells it
+    used_bytes: int | None
+    engine_id: str  # "" where it is of no engine that is visible here
+    name: str  # "" where it is not visible here
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceView:
     """One device with its memory attributed. `slices` are views of the same kind."""
 
     sample: DeviceSample
     attribution: Attribution | None  # None: no figures, or (of a MIG parent) its slices have them
     engines: tuple[str, ...]  # ids of engines that are on it
+    processes: tuple[NamedProcess, ...] | None = None  # None: not told
     slices: tuple[DeviceView, ...] = ()
 
 

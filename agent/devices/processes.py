@@ -20,6 +20,7 @@ class LocalProcess:
     """A process as /proc shows it here."""
 
     pid: int  # in this namespace
+    name: str
     parent: int
     start_ticks: int
     innermost_pid: int  # as the process itself knows it
@@ -48,11 +49,12 @@ class ProcessTable:
             stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
             status = (folder / "status").read_text(encoding="utf-8", errors="replace")
             # The name stands in brackets and may hold anything, brackets too: fields are counted after the last one.
-            rest = stat.rpartition(")")[2].split()
+            front, _, back = stat.rpartition(")")
+            rest, name = back.split(), front.partition("(")[2]
             lines = dict(line.partition(":")[::2] for line in status.splitlines())
             innermost = int(lines["NSpid"].split()[-1]) if "NSpid" in lines else pid
             pages = int(rest[21])
-            return LocalProcess(pid, int(rest[1]), int(rest[19]), innermost, pages * os.sysconf("SC_PAGE_SIZE"))
+            return LocalProcess(pid, name, int(rest[1]), int(rest[19]), innermost, pages * os.sysconf("SC_PAGE_SIZE"))
         except (OSError, ValueError, IndexError, KeyError):
             return None
 

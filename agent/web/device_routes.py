@@ -66,7 +66,7 @@ def _device(device: DeviceView) -> wire.Device:
         rows=rows,
         notes=[] if attribution is None else list(attribution.notes),
         engines=list(device.engines),
-        processes=None if sample.processes is None else len(sample.processes),
+        processes=None if device.processes is None else [wire.DeviceProcess(**asdict(one)) for one in device.processes],
         mig=sample.mig,
         slices=[_device(one) for one in device.slices],
     )

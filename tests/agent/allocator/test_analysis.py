@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,38 @@ def test_files_of_each_form(tmp_path: Path, write: str) -> None:
     form, _, protocol = write.partition(" ")
     path.write_bytes(json.dumps(value).encode() if form == "json" else pickle.dumps(value, int(protocol)))
     assert analyze_snapshot(read_snapshot(path)) == analyze_snapshot(parse_snapshot(value))
+
+
+def as_torch_writes_it_itself(value: Any, places: dict[str, int]) -> bytes:
+    """The pickle of torch's own C++ writer: protocol 2, of whose values only texts have a place in the memo."""
+    if isinstance(value, dict):
+        members = (as_torch_writes_it_itself(one, places) for pair in value.items() for one in pair)
+        return b"}(" + b"".join(members) + b"u"
+    if isinstance(value, list):
+        return b"](" + b"".join(as_torch_writes_it_itself(one, places) for one in value) + b"e"
+    if isinstance(value, tuple):
+        return b"".join(as_torch_writes_it_itself(one, places) for one in value) + b"\x86"
+    if isinstance(value, str):
+        if value in places:
+            return b"h" + bytes([places[value]])
+        places[value] = len(places)
+        return b"X" + struct.pack("<I", len(value)) + value.encode() + b"q" + bytes([places[value]])
+    if isinstance(value, bool):
+        return b"\x88" if value else b"\x89"
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", value)
+    return b"K" + bytes([value]) if 0 <= value < 256 else b"\x8a\x08" + struct.pack("<q", value)
+
+
+def test_a_pickle_of_torchs_own_writer(tmp_path: Path) -> None:
+    history = [{"action": "alloc", "addr": 140_000_000_000, "size": 512, "stream": 0, "time_us": 1_700_000_000_000_000}]
+    value = {**whole_snapshot(busy_allocator(2, 200).snapshot()), "device_traces": [history * 300, []]}
+    body = as_torch_writes_it_itself(value, {})
+    assert pickle.loads(b"\x80\x02" + body + b".") == value  # noqa: S301 - it was made two lines above
+    path = tmp_path / "snapshot"
+    path.write_bytes(b"\x80\x02" + body + b".")
+    assert analyze_snapshot(read_snapshot(path)) == analyze_snapshot(parse_snapshot(value))
+    assert read_snapshot(path).history_recorded
 
 
 def test_private_pools_look_free_and_are_not() -> None:

@@ -66,6 +66,8 @@ def test_devices_and_allocators_are_served(
         "unattributed": GIB,
         "free": 24 * GIB - 4 * GIB - GIB // 2,
     }
+    assert device.processes is not None
+    assert [(one.engine_id, one.used_bytes) for one in device.processes] == [("engine", 3 * GIB)]
     assert told.host is not None
     (process,) = told.engines
     assert process.resident_bytes is not None

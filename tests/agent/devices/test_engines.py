@@ -43,6 +43,9 @@ def test_the_engine_is_found_by_uuid_and_by_process(
     assert found["unattributed"] == GIB // 2
     assert sum(found.values()) == 24 * GIB
     assert view["devices"][1]["engines"] == ["engine"]
+    mine_first = sorted(view["devices"][1]["processes"], key=lambda one: -one["used_bytes"])
+    assert [(one["pid"], one["engine_id"]) for one in mine_first] == [(engine.process.pid, "engine"), (1, "")]
+    assert mine_first[0]["name"].startswith("python")
     (process,) = view["engines"]
     assert process["pid"] == engine.process.pid
     assert process["rss_bytes"] > 2**20
