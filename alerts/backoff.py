@@ -21,8 +21,9 @@ class Backoff:
     def delay(self, attempt: int, asked_seconds: float | None, random: Random) -> float:
         """Seconds to wait after that many failures in a row (from 1); a receiver that said how long is obeyed."""
         if asked_seconds is not None:
-            # A little later than asked: its clock and ours do not tick alike, and others were told the same.
-            return min(max(asked_seconds, 0.0), self.longest_obeyed_seconds) + random.uniform(0.0, 0.1)
+            # A little later than asked: its clock and ours do not tick alike, and other agents were told the same.
+            obeyed = min(max(asked_seconds, 0.0), self.longest_obeyed_seconds)
+            return obeyed + random.uniform(0.0, 0.1 + obeyed / 10)
         doubled = self.first_seconds * 2.0 ** min(max(attempt - 1, 0), 60)
         delay = min(doubled, self.longest_seconds)
         return delay / 2 + random.uniform(0.0, delay / 2)

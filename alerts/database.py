@@ -80,9 +80,12 @@ class Database:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             file = os.open(path, flags, MODE)  # before SQLite does it with the mode of the umask
             try:
-                self._identity = _identity(os.fstat(file))
+                found = os.fstat(file)
             finally:
                 os.close(file)
+            self._identity = _identity(found)
+            if found.st_size == 0:
+                _sync_folder(path.parent)  # or a crash of the machine may leave the rows and no name for them
             self._connection = sqlite3.connect(
                 path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
@@ -184,6 +187,15 @@ def set_aside(path: Path) -> Path:
             os.replace(f"{path}{suffix}", f"{aside}{suffix}")
     os.replace(path, aside)
     return aside
+
+
+def _sync_folder(folder: Path) -> None:
+    """Raises OSError."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

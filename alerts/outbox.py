@@ -18,7 +18,7 @@ from alerts.model import Alert, ChangeKind
 from alerts.notice import Notice
 
 MOST_WAITING: Final = 10_000  # changes; more are folded into counts
-LONGEST_WAIT_SECONDS: Final = 3600.0  # that a receiver can ask for
+LONGEST_WAIT_SECONDS: Final = 4000.0  # more than a receiver is ever given
 SUPERSEDED_BY: Final = {
     ChangeKind.ESCALATED: {ChangeKind.REPEATED, ChangeKind.ESCALATED},
     ChangeKind.RESOLVED: {ChangeKind.REPEATED, ChangeKind.ESCALATED},
