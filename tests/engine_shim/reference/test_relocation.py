@@ -9,17 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.engine_identity import POLICIES, difference
+from benchmarks.engine_identity import serve as serve_recorded
 from engine_shim.allocation_map.map_observer import MapObserver
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import SettingsError
-from engine_shim.pool.block_pool import BlockPool
-from engine_shim.pool.prefix import PrefixIndex
 from engine_shim.reference.build import EngineSettings, arrivals, build_engine
 from engine_shim.reference.clock import VirtualClock
-from engine_shim.reference.content import PatternContent
-from engine_shim.reference.engine import Engine, Pace
-from engine_shim.reference.geometry import Geometry
-from engine_shim.reference.kv_cache import KVCache
+from engine_shim.reference.engine import Engine
 from engine_shim.reference.sequence import Sequence as Served
 from engine_shim.reference.sequence import sequence_of
 from engine_shim.workload import TraceRequest, Workload, load_workload
@@ -28,8 +25,6 @@ EngineMaker = Callable[..., Engine]
 Server = Callable[..., None]
 Copies = Sequence[tuple[int, int]]
 MODEL: dict[str, Any] = {"content": "model", "dtype": "float32", "blocks": 170}
-# How much a token takes changes nothing here; this keeps pools of recorded traffic small.
-SMALLEST = Geometry("one-head", 1, 1, 4, 1, 4, 4, 16, "ours, for this test")
 
 
 @pytest.fixture
@@ -187,51 +182,30 @@ def test_a_step_copies_no_more_than_its_budget(
         make_engine(relocation_bytes=-1)
 
 
-class RecordedPrefixes(PrefixIndex):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[tuple[str, int]] = []
-
-    def forget(self, blocks: Any) -> None:
-        self.log += [("evicted", self.hash_of[block]) for block in blocks]
-        super().forget(blocks)
-
-
-class RecordedPool(BlockPool):
-    """Keeps one list of everything hit and evicted, by name."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._prefixes: RecordedPrefixes = RecordedPrefixes()
-
-    def acquire(self, blocks: Any, **place: Any) -> None:
-        self._prefixes.log += [("hit", self._prefixes.hash_of[block]) for block in blocks]
-        super().acquire(blocks, **place)
-
-
 @pytest.mark.parametrize(
-    ("trace", "blocks", "seconds"), [("mooncake-conversation", 30_000, 30.0), ("azure-conv", 5_000, 60.0)]
+    ("trace", "blocks", "seconds"), [("mooncake-conversation", 30_000, 25.0), ("azure-conv", 5_000, 60.0)]
 )
 def test_recorded_traffic_is_served_as_stock_serves_it(trace: str, blocks: int, seconds: float) -> None:
+    """Request by request the same hits, and the same evictions in order; the benchmark does it with whole traces."""
     workload = load_workload(trace)
-    engines: list[tuple[Engine, RecordedPool]] = []
-    for policy in ("vllm", "relocating"):
-        pool = RecordedPool(blocks, policy=policy, reserved=(0,))
-        cache = KVCache(SMALLEST, blocks)
-        clock = VirtualClock()
-        engine = Engine(pool, cache, PatternContent(cache), clock=clock, verify_every=60)
-        feed = arrivals(workload, EngineSettings(engine_id="trace"))
-        engine.serve(feed, Pace(tokens_per_second=10.0), stop=lambda now=clock.now: now() >= seconds)  # type: ignore[misc]
-        engines.append((engine, pool))
-    (stock, stock_pool), (relocating, pool) = engines
-    assert pool._prefixes.log == stock_pool._prefixes.log
-    assert sum(kind == "evicted" for kind, _ in pool._prefixes.log) > 500
-    assert seen(relocating) == seen(stock)
-    assert relocating.verify_all() == []
-    before, after = stock.report().fragmentation_p50, relocating.report().fragmentation_p50
-    assert before is not None
-    assert after is not None
-    assert after < before
+    stock, relocating = (serve_recorded(workload, blocks, policy, seconds=seconds) for policy in POLICIES)
+    assert difference(stock, relocating) == ""
+    assert len(stock.admissions) > 50
+    assert stock.last[0] > 500
+    same = ("served", "rejected", "preemptions", "hit_share", "live_share_p50")
+    assert [stock.facts[name] for name in same] == [relocating.facts[name] for name in same]
+    assert relocating.facts["relocation_copies"] > 500
+    for served in (stock, relocating):
+        assert served.facts["verified_tokens"] > 10_000
+        assert served.facts["mismatched_blocks"] == 0
+    assert relocating.facts["fragmentation_p50"] < stock.facts["fragmentation_p50"]
+
+
+def test_another_policy_is_told_apart_in_the_engine() -> None:
+    """The negative control: one that hands out the same addresses, and evicts otherwise."""
+    workload = load_workload("mooncake-conversation")
+    stock, other = (serve_recorded(workload, 30_000, policy, seconds=20.0) for policy in ("vllm", "lowest-any"))
+    assert difference(stock, other).startswith("admission ")
 
 
 def test_the_map_says_which_policy_places(tmp_path: Path) -> None:
