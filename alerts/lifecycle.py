@@ -87,9 +87,10 @@ class _Evaluation:
         read: set[str] = set()
         for reading in readings:
             read.add(reading.source)
+            plain = _key(reading.labels)
             for rule in self._rules:
-                labels = reading.labels if not rule.labels else {**reading.labels, **rule.labels}
-                key = (rule.name, _key(labels))
+                labels = {**reading.labels, **rule.labels} if rule.labels else reading.labels
+                key = (rule.name, _key(labels) if rule.labels else plain)
                 if key in seen:
                     continue  # two that call themselves the same: the first one is meant
                 fingerprint_open = open_by_key.get(key)
