@@ -65,8 +65,9 @@ def device_families(view: DevicesView) -> list[Metric]:
         )
         for name, size in parts:
             host.add_metric([name], size)
-    for engine in view.engines:
-        labels, group = [engine.engine_id, engine.rank], engine.cgroup
+    # Two that call themselves the same, as from two folders, give one series.
+    for labels, engine in {(one.engine_id, one.rank): one for one in view.engines}.items():
+        group = engine.cgroup
         figures = {"resident": engine.rss_bytes}
         if group is not None:
             figures |= {"cgroup_limit": group.limit_bytes, "cgroup_used": group.usage_bytes}
