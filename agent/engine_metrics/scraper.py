@@ -34,6 +34,7 @@ from agent.sampling.model import AgentView, Clock, PoolSample
 FROZEN_SECONDS = 15.0  # an engine that runs requests and changes nothing for so long
 POINTS_SECONDS = 60.0  # of the maps, that are kept to compare with
 MOST_AT_ONCE = 16
+PATIENT_FAILURES = 3  # an engine that starts has its map before it answers
 MOST_BACKOFF = 5  # doublings
 
 
@@ -90,7 +91,7 @@ class MetricsScraper:
         self._addresses = [_Address(SourceReading(source, up=False, fault="")) for source in sources]
         self._crew = Crew(min(MOST_AT_ONCE, max(1, len(sources))))
         self._pairs: dict[str, _Pair] = {}
-        self._points: Mapping[str, deque[MapPoint]] = {}  # replaced as a whole; a deque is the sampler's thread's
+        self._points: dict[str, deque[MapPoint]] = {}  # the sampler's thread's; others copy a deque
         self._view = EngineMetricsView(tuple(one.reading for one in self._addresses))
         self._live: frozenset[str] = frozenset()
         self._news = threading.Event()
@@ -101,11 +102,15 @@ class MetricsScraper:
         return self._view
 
     def notice(self) -> None:
-        """There is a new view of the maps: keep what it says of the pools that are compared. Returns at once."""
+        """There is a new view of the maps: keep what it says of each pool, to compare with. Returns at once."""
+        if not self._addresses:
+            return
         view = self._samples()
-        for id, points in self._points.items():
-            sample = view.samples.get(id)
-            if sample is not None and sample.state == "live":
+        for id in [id for id in self._points if id not in view.samples]:
+            del self._points[id]
+        for id, sample in view.samples.items():
+            points = self._points.setdefault(id, deque())
+            if sample.state == "live":
                 points.append(MapPoint.of(sample, view.taken_unix))
             while points and points[0].time_unix < view.taken_unix - POINTS_SECONDS:
                 points.popleft()
@@ -181,7 +186,8 @@ class MetricsScraper:
         reading = replace(address.reading, attempts=address.reading.attempts + 1)
         if isinstance(outcome, str):
             address.failures_in_a_row += 1
-            wait = self.settings.interval_seconds * 2.0 ** min(address.failures_in_a_row, MOST_BACKOFF)
+            doublings = min(max(0, address.failures_in_a_row - PATIENT_FAILURES), MOST_BACKOFF)
+            wait = self.settings.interval_seconds * 2.0**doublings
             address.due = now + max(self.settings.interval_seconds, min(self.settings.most_backoff_seconds, wait))
             address.reading = replace(reading, up=False, fault=outcome, failures=reading.failures + 1)
         else:
@@ -218,8 +224,7 @@ class MetricsScraper:
 
     def _follow(self, matches: Sequence[Match]) -> None:
         ids = {match.pool_id for match in matches}
-        if ids != set(self._points):
-            self._points = {id: self._points.get(id, deque()) for id in ids}
+        if ids != set(self._pairs):
             self._pairs = {id: self._pairs.get(id, _Pair()) for id in ids}
 
     def _judge(self, match: Match, sample: PoolSample, now_unix: float) -> Comparison:
@@ -233,7 +238,7 @@ class MetricsScraper:
         if pair.pending is not None:
             began, read, of_then = pair.pending
             # A copy: the sampler's thread appends meanwhile.
-            points = tuple(self._points[match.pool_id].copy())
+            points = tuple(self._points.get(match.pool_id, deque()).copy())
             window = window_of(points, began, read, self.settings.map_interval_seconds)
             if window is not None:
                 pair.pending, pair.judged = None, read
