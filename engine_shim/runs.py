@@ -16,7 +16,8 @@ def find_runs(mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.in
     if mask.size == 0:
         empty = np.zeros(0, dtype=np.int64)
         return empty, empty
-    edges = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    edges = np.flatnonzero(mask[1:] != mask[:-1])
+    edges += 1
     if mask[0]:
         edges = np.concatenate(([0], edges))
     if mask[-1]:

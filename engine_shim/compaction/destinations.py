@@ -2,6 +2,9 @@
 
 What lies together by owner and position is a *chain*, what is contiguous and may be taken is a *hole*. Everything is
 done on whole classes of chains and holes of one length, so that the number of Python steps does not grow with moves.
+
+Arrays of megabytes are let go of, or changed in place, as early as can be: memory beyond some 16 MB goes back to the
+system after each plan, and costs the next one a page fault for every 4 KiB, a third of its time in the worst case.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ def choose_destinations(
     if sources.size == 0:
         return np.empty(0, np.int64)
     starts, lengths = find_runs(_candidates(states, sources.size, window_start, window_length))
+    starts = starts.copy()  # it is a part of something larger
     if owners is None:
         return _fill(starts, lengths, np.argsort(_narrow(lengths), kind="stable"), sources.size)
     order, keys, chain_starts = _chains(sources, owners, positions)
@@ -128,36 +132,45 @@ def _place_beside_neighbours(
     """Put chains, or as much of them as fits, behind the block that they follow and before the one they precede.
 
     A part split off costs its sequence the run that the neighbour saves it, so this never makes more runs, and it
-    leaves the larger holes alone. Returns what is left: chains (first, length) and holes (starts, lengths).
+    leaves the larger holes alone. Returns what is left: chains (first, length) and holes (starts, lengths); those that
+    it was given are changed.
     """
     for before in (True, False):
         beside = starts - 1 if before else starts + lengths
-        inside = (beside >= 0) & (beside < states.size) & (lengths > 0)
-        inside &= ~((beside >= window_start) & (beside < window_start + window_length))
-        holes = np.flatnonzero(inside)
-        blocks = beside[holes]
-        state, owner = states.take(blocks), owners.take(blocks)
-        live = np.flatnonzero(((state == BlockState.USED) | (state == BlockState.PINNED)) & (owner != 0))
-        holes = holes.take(live)
-        wanted = owner.take(live).astype(np.uint64) << np.uint64(_POSITION_BITS)
+        state = states.take(beside, mode="clip")
+        live = (state == BlockState.USED) | (state == BlockState.PINNED)
+        live &= (beside >= 0) & (beside < states.size) & (lengths > 0)
+        live &= (beside < window_start) | (beside >= window_start + window_length)
+        holes = np.flatnonzero(live)
+        blocks = beside.take(holes)
+        del beside, state, live
+        owner = owners.take(blocks)
+        if np.count_nonzero(owner) < owner.size:
+            owned = np.flatnonzero(owner)
+            holes, blocks, owner = holes.take(owned), blocks.take(owned), owner.take(owned)
+        wanted = owner.astype(np.uint64)
+        wanted <<= np.uint64(_POSITION_BITS)
         if positions is not None:
-            wanted |= positions.take(blocks.take(live)).astype(np.uint64)
+            wanted |= positions.take(blocks).astype(np.uint64)
             wanted += np.uint64(1) if before else np.uint64(2**64 - 1)
+        del blocks, owner
         ends = keys[first if before else first + length - 1]
+        count = ends.size
         found, matches = _join(wanted, ends)
-        hole_of = np.full(ends.size, -1)
+        del wanted, ends
+        hole_of = np.full(count, -1)
         hole_of[matches] = holes.take(found)  # one hole a chain, where columns that contradict name several
         chains = np.flatnonzero(hole_of >= 0)
         holes = hole_of[chains]
         taken = np.minimum(length[chains], lengths[holes])
         if before:
             placing.put(first[chains], starts[holes], taken)
-            starts = _added(starts, holes, taken)
-            first = _added(first, chains, taken)
+            starts[holes] += taken
+            first[chains] += taken
         else:
             placing.put(first[chains] + length[chains] - taken, starts[holes] + lengths[holes] - taken, taken)
-        lengths = _added(lengths, holes, -taken)
-        length = _added(length, chains, -taken)
+        lengths[holes] -= taken
+        length[chains] -= taken
         left = np.flatnonzero(length > 0)
         first, length = first.take(left), length.take(left)
         if positions is None:
@@ -203,7 +216,9 @@ class _Placing:
     def put(self, first: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Chain pieces that begin at `first` go to the blocks from `starts` on."""
         places = _expand(first, lengths)
-        self.destinations[places] = places + np.repeat(starts - first, lengths)
+        to = np.repeat(starts - first, lengths)
+        to += places
+        self.destinations[places] = to
 
 
 class _Holes:
@@ -276,7 +291,8 @@ def _expand(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
     """Every block of runs, run after run."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if ends.size else 0
-    blocks: NDArray[np.int64] = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    blocks: NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths)
+    blocks += np.arange(total)
     return blocks
 
 
@@ -305,19 +321,25 @@ def _join(wanted: NDArray[np.uint64], keys: NDArray[np.uint64]) -> tuple[NDArray
     asked, there = wanted, keys
     multiplier = _SPREAD
     while True:  # at least one key finds room each time
-        bits = max(16, (4 * there.size).bit_length())
+        bits = max(16, (2 * there.size).bit_length())
         shift = np.uint64(64 - bits)
-        slots = (there * multiplier >> shift).view(np.int64)
+        hashed = there * multiplier
+        hashed >>= shift
+        slots = hashed.view(np.int64)
         number = np.arange(there.size, dtype=np.int32)
         table = np.zeros(1 << bits, np.int32)
         table[slots] = number
-        candidate = table.take((asked * multiplier >> shift).view(np.int64))
+        winner = table.take(slots)
+        del hashed, slots
+        hashed = asked * multiplier
+        hashed >>= shift
+        candidate = table.take(hashed.view(np.int64))
+        del hashed, table
         equal = there.take(candidate) == asked
         hit = np.flatnonzero(equal)
         match = candidate.take(hit)
         found.append(hit if rest is None else rest.take(hit))
         matches.append(match if left is None else left.take(match))
-        winner = table.take(slots)
         without = np.flatnonzero(winner != number)
         without = without.take(np.flatnonzero(there.take(winner.take(without)) != there.take(without)))
         missed = np.flatnonzero(~equal)
@@ -326,12 +348,6 @@ def _join(wanted: NDArray[np.uint64], keys: NDArray[np.uint64]) -> tuple[NDArray
         left, there = without if left is None else left.take(without), there.take(without)
         rest, asked = missed if rest is None else rest.take(missed), asked.take(missed)
         multiplier = multiplier * _SPREAD
-
-
-def _added(values: NDArray[np.int64], where: NDArray[np.int64], amounts: NDArray[np.int64]) -> NDArray[np.int64]:
-    changed = values.copy()
-    changed[where] += amounts
-    return changed
 
 
 def _narrow(lengths: NDArray[np.int64]) -> NDArray[np.integer]:

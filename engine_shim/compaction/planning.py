@@ -20,9 +20,11 @@ from numpy.typing import ArrayLike, NDArray
 from engine_shim.compaction.destinations import choose_destinations
 from engine_shim.errors import PoolError, SettingsError
 from engine_shim.layout import BlockState
-from engine_shim.runs import find_runs
 
 _UNKNOWN = 255
+# Blocks worked on at a time: what they take stays in the cache.
+_CHUNK = 1 << 16
+_FEW = 16  # windows whose blocks are counted one by one
 
 
 class Window(NamedTuple):
@@ -92,9 +94,7 @@ def plan_moves(
     allocatable = column <= BlockState.CACHED
     total = int(np.count_nonzero(allocatable))
     wanted = -(-total * wanted_share.numerator // wanted_share.denominator)
-    starts, lengths = find_runs(allocatable)
-    largest = int(lengths.argmax()) if lengths.size else 0
-    standing = Window(int(starts[largest]), int(lengths[largest])) if lengths.size else Window(0, 0)
+    standing = _longest_run(allocatable)
 
     found = _Search(column).find(wanted, standing.length, max_moves)
     sources = found.sources
@@ -105,7 +105,7 @@ def plan_moves(
     if sources.size:
         allocatable[destinations] = False
         allocatable[sources] = True
-        run_after = int(find_runs(allocatable)[1].max())
+        run_after = _longest_run(allocatable).length
     runs_before = runs_after = None
     if owner_column is not None:
         runs_before = runs_after = _count_sequence_runs(owner_column, position_column, column)
@@ -172,7 +172,6 @@ class _Search:
     def __init__(self, column: NDArray[np.uint8]) -> None:
         self._column = column
         self._used = column == BlockState.USED
-        self._used_before = _prefix_sums(self._used)
         self._immovable = np.flatnonzero(column > BlockState.USED)
 
     def find(self, wanted: int, standing: int, max_moves: int | None) -> _Found:
@@ -213,12 +212,34 @@ class _Search:
 
         At least one window of that length must be movable.
         """
-        cost = self._used_before[length:] - self._used_before[: self._used_before.size - length]
+        used = self._used.view(np.int8)
+        # What the cost of a window changes by, from its start to the next.
+        steps = used[length:] - used[:-length]
+        blocked_steps = None
+        cost, blocked = int(np.count_nonzero(self._used[:length])), 0
         if self._immovable.size:
-            blocked = _prefix_sums(self._column > BlockState.USED)
-            cost[blocked[length:] != blocked[: blocked.size - length]] = self._column.size + 1
-        fewest = int(cost.min())
-        return np.flatnonzero(cost == fewest), fewest
+            immovable = (self._column > BlockState.USED).view(np.int8)
+            blocked_steps = immovable[length:] - immovable[:-length]
+            blocked = int(np.count_nonzero(immovable[:length]))
+        never = self._column.size + 1
+        fewest = never if blocked else cost
+        cheapest = [np.zeros(1, np.int64)]
+        for first in range(0, steps.size, _CHUNK):
+            costs = np.cumsum(steps[first : first + _CHUNK], dtype=np.int32)
+            costs += cost
+            cost = int(costs[-1])
+            if blocked_steps is not None:
+                inside = np.cumsum(blocked_steps[first : first + _CHUNK], dtype=np.int32)
+                inside += blocked
+                blocked = int(inside[-1])
+                costs[inside != 0] = never
+            least = int(costs.min())
+            if least <= fewest:
+                if least < fewest:
+                    cheapest.clear()
+                fewest = least
+                cheapest.append(np.flatnonzero(costs == least) + (first + 1))
+        return np.concatenate(cheapest), fewest
 
     def _choose(self, starts: NDArray[np.int64], length: int, moves: int) -> Window:
         """Of equally cheap windows the one that loses the fewest cached blocks, then that at the highest address."""
@@ -232,8 +253,12 @@ class _Search:
         total_free = int(np.count_nonzero(free))
         if total_free - length >= moves:
             return candidates
-        free_before = _prefix_sums(free)
-        outside = total_free - (free_before[candidates + length] - free_before[candidates])
+        if candidates.size <= _FEW:
+            inside = np.array([np.count_nonzero(free[start : start + length]) for start in candidates.tolist()])
+        else:
+            free_before = _prefix_sums(free)
+            inside = free_before[candidates + length] - free_before[candidates]
+        outside = total_free - inside
         lost = np.maximum(moves - outside, 0)
         fewest: NDArray[np.int64] = candidates[lost == lost.min()]
         return fewest
@@ -253,6 +278,22 @@ class _Search:
         return max(int(behind_barrier.max()), int(behind_used.max(initial=0))) - 1
 
 
+def _longest_run(mask: NDArray[np.bool_]) -> Window:
+    """The longest run of True, the first of equals; (0, 0) where nothing is set."""
+    longest, before = Window(0, 0), -1  # the last block that is not set
+    for first in range(0, mask.size + 1, _CHUNK):
+        unset = np.flatnonzero(~mask[first : first + _CHUNK])
+        unset += first
+        borders = np.concatenate(([before], unset, [mask.size] if first + _CHUNK > mask.size else unset[:0]))
+        gaps = np.diff(borders)
+        if gaps.size:
+            place = int(gaps.argmax())
+            if gaps[place] - 1 > longest.length:
+                longest = Window(int(borders[place]) + 1, int(gaps[place]) - 1)
+        before = int(borders[-1])
+    return longest
+
+
 def _prefix_sums(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
     sums = np.empty(mask.size + 1, np.int32)
     sums[0] = 0
@@ -263,7 +304,14 @@ def _prefix_sums(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
 def _count_sequence_runs(
     owners: NDArray[np.integer], positions: NDArray[np.integer] | None, states: NDArray[np.uint8]
 ) -> int:
-    return _runs_of(_owned(owners, states), owners, positions)
+    runs = 0
+    for start in range(0, states.size, _CHUNK):
+        begin = max(0, start - 1)  # as in _runs_after
+        part = slice(begin, start + _CHUNK)
+        owned = _owned(owners[part], states[part])
+        runs += _runs_of(owned, owners[part], None if positions is None else positions[part])
+        runs -= int(begin < start and owned[0])
+    return runs
 
 
 def _owned(owners: NDArray[np.integer], states: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -286,16 +334,29 @@ def _runs_after(
     sources: NDArray[np.int64],
     destinations: NDArray[np.int64],
 ) -> int:
-    owned = _owned(owners, states)
-    moved_owners, moved_positions = owners.copy(), positions
-    owner = owners.take(sources)
-    owned[sources] = False
-    owned[destinations] = owner != 0
-    moved_owners[destinations] = owner
-    if positions is not None:
-        moved_positions = positions.copy()
-        moved_positions[destinations] = positions.take(sources)
-    return _runs_of(owned, moved_owners, moved_positions)
+    """The runs of sequences once sources[i] lies at destinations[i]."""
+    bits = sources.size.bit_length()
+    order = np.sort(destinations << bits | np.arange(sources.size)) & ((1 << bits) - 1)
+    destinations, origins = destinations.take(order), sources.take(order)
+    chunks = np.arange(0, states.size, _CHUNK)
+    # The block before a chunk is part of it, so that no pair of neighbours is missed; it is a run less each time.
+    left, right = np.searchsorted(sources, (chunks - 1, chunks + _CHUNK))
+    first, last = np.searchsorted(destinations, (chunks - 1, chunks + _CHUNK))
+    runs = 0
+    for index, start in enumerate(chunks.tolist()):
+        begin = max(0, start - 1)
+        part = slice(begin, start + _CHUNK)
+        owner, position = owners[part].copy(), None if positions is None else positions[part].copy()
+        owned = _owned(owner, states[part])
+        owned[sources[left[index] : right[index]] - begin] = False
+        moved = slice(first[index], last[index])
+        to, origin = destinations[moved] - begin, origins[moved]
+        owner[to] = owners.take(origin)
+        owned[to] = owner[to] != 0
+        if position is not None and positions is not None:
+            position[to] = positions.take(origin)
+        runs += _runs_of(owned, owner, position) - int(begin < start and owned[0])
+    return runs
 
 
 def _exact_share(target: float) -> Fraction:

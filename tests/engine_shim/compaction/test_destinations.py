@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine_shim.compaction import destinations
+from engine_shim.compaction import destinations, planning
 
 
 @pytest.mark.parametrize("repeated", [False, True], ids=["distinct keys", "keys that are there twice"])
@@ -36,3 +36,29 @@ def test_the_stable_order_is_numpy_s(high: int) -> None:
     order = destinations._stable_order(keys)
     assert order.tolist() == np.argsort(keys, kind="stable").tolist()
     assert order.tolist() != np.argsort(keys, kind="stable")[::-1].tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_what_is_done_in_chunks_is_what_is_done_at_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = np.random.default_rng(chunk)
+    for blocks in (1, 2, 5, 63, 64, 65, 200):
+        for share in (0.0, 0.3, 0.9, 1.0):
+            states = np.where(dice.random(blocks) < share, dice.integers(0, 2, blocks), dice.integers(2, 5, blocks))
+            owners, positions = dice.integers(0, 3, blocks), dice.integers(0, 4, blocks)
+            plans = []
+            for size in (1 << 16, chunk):
+                monkeypatch.setattr(planning, "_CHUNK", size)
+                plans.append(planning.plan_moves(states, owners=owners, positions=positions))
+            whole, pieces = plans
+            assert pieces.moves.tolist() == whole.moves.tolist()
+            assert (pieces.window, pieces.largest_run_before, pieces.largest_run_after) == (
+                whole.window,
+                whole.largest_run_before,
+                whole.largest_run_after,
+            )
+            assert (pieces.runs_before, pieces.runs_after) == (whole.runs_before, whole.runs_after)
+            if len(whole.moves):
+                after, moved = np.array(states), whole.moves
+                owners[moved[:, 1]], positions[moved[:, 1]] = owners[moved[:, 0]], positions[moved[:, 0]]
+                after[moved[:, 0]], after[moved[:, 1]] = 0, 2
+                assert planning.sequence_runs(owners, positions, after) == whole.runs_after
