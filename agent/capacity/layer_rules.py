@@ -25,9 +25,11 @@ def caches_of_layers(
     heads = None if model_type in ("mamba", "mamba2", "falcon_mamba") else _need_heads(model_type, text)
     per_layer = _kv_heads_by_layer(model_type, text, layers, heads)
     shared_from = layers - (text.count("num_kv_shared_layers", least=0) or 0)
+    if shared_from < 1:
+        raise missing("num_kv_shared_layers", f"it leaves none of {layers} layers a cache to share")
     if shared_from < layers:
         reading.note(f"the last {layers - shared_from} layers share the cache of earlier ones and keep none")
-    cross = {int(one) for one in text.listed("cross_attention_layers") or ()}
+    cross = {one for one in text.listed("cross_attention_layers") or () if isinstance(one, int)}
     window = text.count("sliding_window", "sliding_window_size")
     chunk = text.count("attention_chunk_size")
     if "sliding" in kinds and window is None:

@@ -207,6 +207,8 @@ def _token(plan: Plan, index: int) -> int:
 
 def _block_line(plan: Plan) -> str:
     groups = plan.layout.groups
+    if not groups:
+        return "no layer keeps anything: there are no blocks"
     if len(groups) == 1:
         return f"a block: {plan.layout.block_tokens} tokens, {plan.kv_bytes_per_block:,} B"
     largest = max(groups, key=lambda group: sum(page.page_bytes for page in group.pages))
