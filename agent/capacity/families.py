@@ -107,6 +107,8 @@ FOREIGN_WORDS = (
     "cla_share",
     "yoco",
     "memory_",
+    "hybrid",
+    "swa_",
     "time_mix",
 )
 

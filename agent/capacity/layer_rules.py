@@ -248,6 +248,8 @@ def _kv_heads(model_type: str, text: Fields, heads: int) -> int:
     section = text.section("attn_config")
     if section is not None and (found := section.count("kv_n_heads")) is not None:
         return found
+    if section is not None and section.raw("attn_type") == "multiquery_attention":
+        return 1
     return text.count(*KV_HEAD_NAMES) or heads
 
 

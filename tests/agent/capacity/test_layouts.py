@@ -75,6 +75,18 @@ def test_heads_of_each_layer_may_differ() -> None:
     assert token_bytes(nas) == 2 * (2 + 1) * 64 * 2
 
 
+def test_old_names_of_one_kv_head() -> None:
+    mpt = {"model_type": "mpt", "d_model": 512, "n_heads": 8, "n_layers": 2, "max_seq_len": 2048}
+    assert token_bytes(mpt) == 2 * 2 * 8 * 64 * 2
+    assert token_bytes(mpt | {"attn_config": {"attn_type": "multiquery_attention"}}) == 2 * 2 * 64 * 2
+    assert token_bytes(mpt | {"attn_config": {"kv_n_heads": 4}}) == 2 * 2 * 4 * 64 * 2
+    falcon = {"model_type": "falcon", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512}
+    assert token_bytes(falcon) == 2 * 2 * 64 * 2
+    assert token_bytes(falcon | {"multi_query": False}) == 2 * 2 * 8 * 64 * 2
+    assert token_bytes(falcon | {"new_decoder_architecture": True, "num_kv_heads": 2}) == 2 * 2 * 2 * 64 * 2
+    assert token_bytes({"model_type": "gpt_bigcode", "n_layer": 2, "n_head": 8, "n_embd": 512}) == 2 * 2 * 64 * 2
+
+
 def test_cross_attention_is_constant_for_a_sequence() -> None:
     whisper = {
         "model_type": "whisper",
@@ -145,6 +157,7 @@ def test_a_state_is_divided_among_ranks(geometry_of: Read) -> None:
         ({"model_type": "rwkv7"}, "model_type rwkv7 keeps something other"),
         ({"model_type": "brand_new", "recurrent_size": 64}, "recurrent_size"),
         ({"model_type": "brand_new", "kv_lora_rank": 512, "latent_size": 8}, "latent_size"),
+        ({"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [0, 1, 1, 1]}, "hybrid_layer_pattern"),
         ({"model_type": "minimax_m2", "attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
         ({"layer_types": ["full_attention"] * 3 + ["hyper_attention"]}, "hyper_attention"),
         ({"model_type": "jamba"}, "does not say which of its layers"),
