@@ -24,7 +24,7 @@ def title(entry: Entry) -> str:
 
 
 def headline(notice: Notice) -> str:
-    """The whole notice in one line."""
+    """The whole notice in one line: of several alerts how many there are, and the worst by name."""
     if len(notice.entries) == 1 and not notice.counted:
         return title(notice.entries[0])
     severities = Counter(entry.alert.severity for entry in notice.firing)
@@ -33,7 +33,11 @@ def headline(notice: Notice) -> str:
         parts.append(f"{len(notice.over)} resolved")
     if counted := sum(notice.counted.values()):
         parts.append(f"{counted} only counted")
-    return f"{_number(len(notice.entries), 'alert')}: {', '.join(parts)}" if notice.entries else ", ".join(parts)
+    told = ", ".join(parts)
+    if not notice.entries:
+        return told
+    more = len(notice.entries) - 1
+    return f"{told}: {notice.entries[0].alert.summary}" + (f", and {more:,} more" if more else "")
 
 
 def where(labels: Mapping[str, str]) -> str:

@@ -114,10 +114,19 @@ def test_any_number_of_alerts_is_one_valid_message(number: int) -> None:
     assert "agent.example/v1/alerts|All alerts" in shown
 
 
+def test_the_header_of_many_counts_them_and_names_the_worst() -> None:
+    over = Entry(replace(make_alert("o"), ended_at=START), News.RESOLVED)
+    worst = Entry(make_alert("w", severity=Severity.CRITICAL), News.FIRING, 1)
+    message = full_message(notice(worst, *many(3), over))
+    assert message["blocks"][0] == header(
+        "1 critical, 3 warning, 1 resolved: Pool main of w is nearly full, and 4 more"
+    )
+
+
 def test_firings_that_nobody_named_are_counted() -> None:
     message = full_message(notice(*many(1), counted={"rule_0": 2, "other": 40}))
     shown = "\n".join(text for _, text in texts(message))
-    assert "1 alert: 1 warning, 42 only counted" in shown
+    assert "1 warning, 42 only counted: Pool main of e0 is nearly full" in shown
     assert "other: 40 only counted (40 new firings)" in shown
     assert "rule_0: 1 firing, 2 only counted (3 new firings)" in shown
 
