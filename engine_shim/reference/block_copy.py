@@ -30,9 +30,11 @@ class BlockCopier:
 
     def __init__(self, blocks: Tensor, memory: mmap.mmap | None, *, max_bytes: int = MAX_TEMPORARY_BYTES) -> None:
         """`max_bytes` of temporary memory on a device. At least one block is copied at once."""
-        self._rows = blocks.view(len(blocks), -1)
+        rows = blocks.view(len(blocks), -1)
         self._memory = memory
-        self._block_bytes = self._rows[0].nbytes
+        self._block_bytes = rows[0].nbytes
+        # Bytes are moved, not numbers: as few and as large elements as there can be.
+        self._rows = rows.view(torch.int64) if self._block_bytes % 8 == 0 else rows
         self._max_bytes = max_bytes
         self._written = np.zeros(len(blocks), np.bool_)
         self._items = np.empty(0, np.void)
@@ -47,7 +49,8 @@ class BlockCopier:
         if self._memory is None:
             self._copy_on_device(sources, destinations, overlap)
         elif overlap:
-            _copy_in_order(self._items, _ordered(zip(sources.tolist(), destinations.tolist(), strict=True)))
+            steps = _ordered(zip(sources.tolist(), destinations.tolist(), strict=True))
+            _copy_in_order(self._memory, self._block_bytes, steps)
         else:
             _copy_runs(self._memory, self._block_bytes, *_runs(sources, destinations))
 
@@ -124,13 +127,15 @@ def _runs(sources: Blocks, destinations: Blocks) -> tuple[Blocks, Blocks, Blocks
     return sources[starts], destinations[starts], np.diff(starts, append=len(sources))
 
 
-def _copy_in_order(items: NDArray[np.void], steps: Iterable[tuple[int, int]]) -> None:
-    stash = items[:0]
+def _copy_in_order(memory: mmap.mmap, size: int, steps: Iterable[tuple[int, int]]) -> None:
+    stash = b""
     for source, destination in steps:
         if destination == _STASH:
-            stash = items[source : source + 1].copy()
+            stash = memory[source * size : (source + 1) * size]
+        elif source == _STASH:
+            memory[destination * size : (destination + 1) * size] = stash
         else:
-            items[destination : destination + 1] = stash if source == _STASH else items[source : source + 1]
+            memory.move(destination * size, source * size, size)
 
 
 def _ordered(copies: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
