@@ -192,7 +192,7 @@ def test_a_link_cannot_be_broken_out_of() -> None:
 
 
 @given(st.text(), st.integers(min_value=20, max_value=200))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_text_is_cut_to_its_escaped_length_and_is_never_empty(text: str, length: int) -> None:
     fitted = fit(text, length)
     assert 1 <= len(fitted.encode("utf-16-le")) // 2 <= length
