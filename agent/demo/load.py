@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import httpx
 
@@ -90,9 +91,13 @@ class Load:
                 task = asyncio.create_task(self._send(client, request, room))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+            while tasks and not stopped.done():  # there are no more requests: the answers are waited for
+                either: set[asyncio.Task[Any]] = {stopped, *tasks}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            stopped.cancel()
         self._figures = replace(self._figures, seconds=time.monotonic() - self._began)
 
     async def _send(self, client: httpx.AsyncClient, request: ShapedRequest, room: asyncio.Semaphore) -> None:

@@ -71,14 +71,24 @@ class Supervisor:
         )
         return self
 
-    def start(self, name: str, module: Sequence[str], *, python: Path | None = None, **environment: str) -> Child:
+    def start(
+        self,
+        name: str,
+        module: Sequence[str],
+        *,
+        python: Path | None = None,
+        folder: Path | None = None,
+        **environment: str,
+    ) -> Child:
         """Run `python -P -m module...`; its maps go to, and are looked for in, this supervisor's folder, and what it
-        writes to the folder for temporary files goes to the scratch one."""
+        writes to the folder for temporary files goes to the scratch one. `python` and `folder` are another
+        interpreter and another current folder."""
         output, log = self.scratch / f"{name}.out", self.scratch / f"{name}.log"
         tie = [sys.executable, "-P", "-m", "engine_shim.tether", str(os.getpid())]
         with output.open("wb") as out, log.open("wb") as err:
             process = subprocess.Popen(
                 [*tie, str(python or sys.executable), "-P", "-m", *module],
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

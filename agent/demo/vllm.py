@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,7 +90,7 @@ def demo_vllm(
     with Supervisor() as supervisor:
         server = _start_vllm(supervisor, vllm_python, folder, engine_address, blocks, chosen)
         watching = ["engine_shim.launcher", "agent", "--listen", joined(agent_address)]
-        watching += ["--engine-metrics", f"{ENGINE_ID}={url(engine_address)}/metrics"]
+        watching += ["--engine-metrics", f"{ENGINE_ID}={url(engine_address)}/metrics", "--engine-metrics-seconds", "2"]
         # Only where the engine was told to wait for the agent's word is it given that.
         watching += ["--compaction", ENGINE_ID if chosen == "auto" else "off"]
         supervisor.start("agent", watching)
@@ -139,14 +140,20 @@ def _given(name: str, path: Path | None) -> Path:
         raise SettingsError(f"--{name} is not given; {DIRECTORY}")
     if not path.exists():
         raise SettingsError(f"{name}={path} does not exist; {DIRECTORY}")
-    return path
+    return Path(os.path.abspath(path))  # not resolved: an environment's Python is a link, and known by its own place
 
 
 def _start_vllm(
     supervisor: Supervisor, python: Path, model: Path, address: tuple[str, int], blocks: int, allocation: Allocation
 ) -> Child:
     """vLLM's OpenAI server as it comes, with the shim found through its entry point."""
-    arguments = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", MODEL_NAME]
+    arguments = [
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        "--served-model-name",
+        MODEL_NAME,
+    ]
     arguments += ["--host", address[0], "--port", str(address[1]), "--enforce-eager"]
     arguments += ["--max-model-len", str(MOST_PROMPT_TOKENS + MOST_ANSWER_TOKENS), "--block-size", str(BLOCK_TOKENS)]
     arguments += ["--num-gpu-blocks-override", str(blocks), "--max-num-seqs", str(MOST_SEQUENCES)]
@@ -158,11 +165,12 @@ def _start_vllm(
         "KVATLAS_ENGINE_ID": ENGINE_ID,
         "KVATLAS_VLLM_ALLOCATION": allocation,
         "OMP_NUM_THREADS": "1",  # threads of several processes on few cores are in each other's way
+        "VLLM_RPC_BASE_PATH": ".",  # its sockets: the path to one must be short, wherever the scratch folder lies
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return supervisor.start(ENGINE_ID, arguments, python=python, **environment)
+    return supervisor.start(ENGINE_ID, arguments, python=python, folder=supervisor.scratch, **environment)
 
 
 def _missing(client: AgentClient, engine_url: str, screen: Screen) -> str:

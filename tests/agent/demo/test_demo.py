@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agent.demo.figures import EngineFigures, require_positive, suggest_blocks
-from agent.demo.guardian import end_processes, start_ticks
+from agent.demo.guardian import end_groups, end_processes, start_ticks
 from agent.demo.supervisor import Supervisor, free_address, joined, url
 from engine_shim.errors import SettingsError
 from engine_shim.workload import TraceRequest, Workload, load_workload
@@ -37,14 +37,14 @@ def eventually(condition: Callable[[], Any], what: str) -> Any:
 class Demo:
     """One demo process with folders of its own, so that whatever it leaves can be found."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, command: str = "demo") -> None:
         self.maps, self.scratch = folder / "maps", folder / "scratch"
         self.scratch.mkdir()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine_shim.launcher", "demo", "--listen", f"127.0.0.1:{self.port}", *flags],
+            [sys.executable, "-m", "engine_shim.launcher", command, "--listen", f"127.0.0.1:{self.port}", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -285,6 +285,33 @@ def test_the_guardian_kills_what_does_not_listen() -> None:
     end_processes([(process.pid, ticks)], clock=lambda: float(next(times)))
     assert process.wait(10) == -signal.SIGKILL
     process.stdout.close()
+
+
+def test_the_guardian_ends_what_a_killed_engine_left_in_its_group() -> None:
+    """Workers, one of which does not listen; a group whose leader runs is somebody else's."""
+    worker = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    leader = f"""
+import subprocess, sys, time
+for ignores in (0, 1):
+    program = {worker!r} if ignores else "print(flush=True); import time; time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    print(child.pid, flush=True)
+time.sleep(600)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", leader], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    workers = [int(process.stdout.readline()) for _ in range(2)]
+    times = iter(range(0, 1000, 3))
+    end_groups([process.pid], clock=lambda: float(next(times)))
+    assert all(start_ticks(pid) is not None for pid in workers)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    end_groups([process.pid], clock=lambda: float(next(times)))
+    eventually(lambda: all(start_ticks(pid) is None for pid in workers), "the workers to end")
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
