@@ -231,7 +231,11 @@ class Engine:
             policy=self.pool.policy,
             reason=self.switch.reason,
             last_report=self.last,
-            details={"moving_off_by": self.switch.off_by or "", "consumer": self.options.get("consumer")},
+            details={
+                "moving_off_by": self.switch.off_by or "",
+                "consumer": self.options.get("consumer"),
+                "keeps_cached": self.mover.keeps_cached,
+            },
         )
 
 

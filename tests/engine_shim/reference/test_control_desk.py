@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine_shim.compaction.planning import MovePlan
 from engine_shim.compaction.run import RunSettings
 from engine_shim.control.mailbox import ControlTicket
 from engine_shim.control.messages import (
@@ -152,6 +153,32 @@ def test_a_plan_changes_nothing(plan_here: int, engine: Engine) -> None:
     assert reply.planned_moves > 0
     assert reply.fragmentation_rate_after < reply.fragmentation_rate_before
     assert engine.pool.states().tolist() == before
+
+
+def test_what_is_kept_is_not_counted_as_lost(engine: Engine) -> None:
+    """Neither in a plan nor in a run; the plan alone, which knows no engine, counts what is in the way."""
+    for index in range(60):  # until everything that is not in use holds a prefix
+        assert engine.submit(sequence_of(TraceRequest(100 + index, 0.0, 70, 20, (9000 + index,)), 16))
+    while engine.pool.num_free:
+        engine.step()
+    plans: list[MovePlan] = []
+    engine.compaction.dry_run(plans.append, target=0.0)
+    assert plans[0].cached_lost > 0
+    asker = Asker(engine)
+    cached = engine.pool.num_cached
+    for request in (StatusRequest(), PlanRequest(target=0.0), CompactRequest(target=0.0)):
+        asker.ask(request)
+        engine.desk.serve()
+        while engine.compaction.active:
+            engine.compaction.step()
+        reply = only(asker.answers())
+        if isinstance(request, StatusRequest):
+            assert reply.details["keeps_cached"] is True
+        else:
+            assert reply.details["cached_lost"] == 0
+    assert reply.moved_blocks > 0
+    assert reply.details["cached_lost_predicted"] == 0
+    assert engine.pool.num_cached == cached
 
 
 def test_a_fault_in_answering_is_answered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
