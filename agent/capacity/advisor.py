@@ -23,6 +23,7 @@ MORE_UTILIZATION = 0.95
 OFFLOADED_SHARE = 0.25
 HOST_BYTES = 64 << 30
 ANOTHER_MODEL = 5  # effort
+ASKING_FOR_LESS = ("fewer-sequences", "shorter-length")
 DIFFICULTY = ("low", "low", "low", "medium", "medium", "high")  # by effort
 
 
@@ -102,8 +103,8 @@ def advise(geometry: ModelGeometry, deployment: Deployment) -> tuple[Option, ...
     """Every option, best first.
 
     Those that apply and gain something come first, and of these another model last; among the others those that make
-    the deployment fit, then those of less effort, then more sequences and tokens. SettingsError where no GPU was named,
-    since nothing can be gained of an unknown memory.
+    what was asked for fit, then those of less effort, then more sequences and tokens. Asking for less counts as no gain
+    of its own. SettingsError where no GPU was named, since nothing can be gained of an unknown memory.
     """
     base = plan(geometry, deployment)
     if geometry.no_cache_reason is not None:
@@ -112,7 +113,7 @@ def advise(geometry: ModelGeometry, deployment: Deployment) -> tuple[Option, ...
         raise SettingsError("advice needs the weights, which cannot be counted from this config: give --weights-memory")
     if base.pool is None:
         raise SettingsError("advice needs the memory of a GPU: give --gpu, --gpu-memory or --kv-cache-memory")
-    options = [_option(base, key, make) for key, make in _makers()]
+    options = [_option(base, key, make) for key, make in makers()]
     return tuple(sorted(options, key=lambda one: _rank(base, one)))
 
 
@@ -120,8 +121,8 @@ def _rank(base: Plan, option: Option) -> tuple[Any, ...]:
     gain = option.gain
     if option.why_not is not None or gain is None:
         return (3, 0, 0, 0, 0, option.key)
-    rescues = base.fits is not True and option.fits is True
-    if gain.sequences <= 0 and gain.tokens <= 0 and not rescues:
+    rescues = base.fits is not True and option.fits is True and option.key not in ASKING_FOR_LESS
+    if gain.sequences <= 0 and gain.tokens <= 0 and option.fits is not True:
         return (2, 0, 0, 0, 0, option.key)
     another_model = option.recipe.effort >= ANOTHER_MODEL
     return (int(another_model), 0 if rescues else 1, option.recipe.effort, -gain.sequences, -gain.tokens, option.key)
@@ -167,7 +168,8 @@ def _words(base: Plan, other: Plan) -> str:
     )
 
 
-def _makers() -> Iterator[tuple[str, Callable[[Plan], Trial | str]]]:
+def makers() -> Iterator[tuple[str, Callable[[Plan], Trial | str]]]:
+    """For each option what it changes in a plan, or in words why it does not apply."""
     for name in ("fp8", "int8", "int4"):
         yield f"kv-{name}", _kv_maker(name)
         yield f"weights-{name}", _weight_maker("awq-4-g128" if name == "int4" else name)

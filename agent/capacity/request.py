@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,30 @@ from agent.capacity.deployment import Deployment
 from agent.capacity.gpus import find_gpu
 from agent.capacity.planner import Plan, plan
 from agent.capacity.presets import PRESETS, Preset
+from agent.capacity.together import Together, together
+from agent.capacity.words import to_json
 from engine_shim.errors import SettingsError
 
 GIB = 1 << 30
 MAX_CONFIG_BYTES = 16 << 20
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A plan, and where advice was wanted the options, and those that make it fit together where one is not enough."""
+
+    plan: Plan
+    options: tuple[Option, ...] | None
+    together: Together | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values; `advice` is None where none was wanted."""
+        facts = to_json(self.plan)
+        facts["advice"] = None if self.options is None else [one.to_json() for one in self.options]
+        facts["advice_together"] = None if self.together is None else self.together.to_json()
+        return facts
 
 
 class PlanSettings(BaseModel):
@@ -94,7 +112,7 @@ class PlanRequest(PlanSettings):
     model: str | None = Field(default=None, description="what to call the model in the answer", max_length=256)
     advise: bool = Field(default=False, description="also say what to change, best first")
 
-    def ask(self) -> tuple[Plan, tuple[Option, ...] | None]:
+    def ask(self) -> Answer:
         """The plan, and the advice where it was asked for.
 
         Raises SettingsError for settings that are none, LayoutUnknown for a model whose layout is not known.
@@ -110,12 +128,13 @@ class PlanRequest(PlanSettings):
         return answer(self.config or {}, self.model, self.deployment(Deployment()), advice=self.advise)
 
 
-def answer(
-    config: Mapping[str, Any], name: str | None, deployment: Deployment, *, advice: bool
-) -> tuple[Plan, tuple[Option, ...] | None]:
+def answer(config: Mapping[str, Any], name: str | None, deployment: Deployment, *, advice: bool) -> Answer:
     """The plan of a config, and the advice where it is wanted."""
     geometry = read_geometry(config, name)
-    return plan(geometry, deployment), advise(geometry, deployment) if advice else None
+    found = plan(geometry, deployment)
+    if not advice:
+        return Answer(found, None, None)
+    return Answer(found, advise(geometry, deployment), together(geometry, deployment))
 
 
 def find_preset(name: str) -> Preset | None:

@@ -8,6 +8,7 @@ from typing import Any
 from agent.capacity.advisor import Option
 from agent.capacity.geometry import AttentionCache, CacheKind, ModelGeometry
 from agent.capacity.planner import Plan
+from agent.capacity.together import Together
 
 SCHEMA = "kvatlas.plan/v1"
 GIB = 1 << 30
@@ -269,9 +270,12 @@ def render(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def render_advice(options: tuple[Option, ...]) -> str:
-    """The options for people, best first."""
-    lines = ["what to change, best first:"]
+def render_advice(options: tuple[Option, ...], together: Together | None = None) -> str:
+    """The options for people, best first, and which make it fit together."""
+    lines = []
+    if together is not None:
+        lines = [f"together: {', '.join(together.changes)}, on {together.gpus} GPUs", f"  {together.verdict}"]
+    lines.append("what to change, best first:")
     number = 0
     for option in options:
         if option.why_not is not None:

@@ -9,7 +9,7 @@ import typer
 
 from agent.capacity.reading import LayoutUnknown
 from agent.capacity.request import PlanSettings, answer, load_model
-from agent.capacity.words import refusal, render, render_advice, to_json
+from agent.capacity.words import refusal, render, render_advice
 
 EXIT_FAILED = 1
 
@@ -97,19 +97,16 @@ def plan(
     )
     read, name, base = load_model(config)
     try:
-        found, options = answer(read, name, settings.deployment(base), advice=advise)
+        found = answer(read, name, settings.deployment(base), advice=advise)
     except LayoutUnknown as unknown:
         if not as_json:
             raise
         print(json.dumps(refusal(name, str(unknown)), allow_nan=False))
         return EXIT_FAILED
     if as_json:
-        facts = to_json(found)
-        if options is not None:
-            facts["advice"] = [one.to_json() for one in options]
-        print(json.dumps(facts, allow_nan=False))
+        print(json.dumps(found.to_json(), allow_nan=False))
     else:
-        print(render(found))
-        if options is not None:
-            print(render_advice(options))
+        print(render(found.plan))
+        if found.options is not None:
+            print(render_advice(found.options, found.together))
     return 0

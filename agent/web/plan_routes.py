@@ -15,7 +15,7 @@ from agent.capacity.live import live_pool
 from agent.capacity.live import to_json as live_json
 from agent.capacity.reading import LayoutUnknown
 from agent.capacity.request import PlanRequest
-from agent.capacity.words import refusal, to_json
+from agent.capacity.words import refusal
 from agent.sampling.model import PoolSample
 from agent.web.errors import ApiError, json_response
 from engine_shim.errors import SettingsError
@@ -46,6 +46,7 @@ class PlanAnswer(wire.WireModel):
     warnings: list[str]
     arithmetic: list[str]
     advice: list[dict[str, Any]] | None = None
+    advice_together: dict[str, Any] | None = None
 
 
 class LiveAdvice(wire.WireModel):
@@ -80,11 +81,9 @@ def add_planning(
         """What a model keeps in memory, what fits on given GPUs, and with `advise` what to change."""
         try:
             # Off the loop: advice is some twenty plans, and a config may have thousands of layers.
-            found, options = await asyncio.to_thread(asked.ask)
+            found = await asyncio.to_thread(asked.ask)
         except LayoutUnknown as unknown:
             return json_response(PlanAnswer.model_validate(refusal(asked.model or "model", str(unknown))))
         except SettingsError as error:
             raise ApiError(400, "bad_request", str(error), "GET /docs lists the fields of a plan") from error
-        facts = to_json(found)
-        facts["advice"] = None if options is None else [one.to_json() for one in options]
-        return json_response(PlanAnswer.model_validate(facts))
+        return json_response(PlanAnswer.model_validate(found.to_json()))

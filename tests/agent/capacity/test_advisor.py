@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent.capacity.advisor import Option, advise
+from agent.capacity.advisor import ASKING_FOR_LESS, Option, advise
 from agent.capacity.config_reader import read_geometry
 from agent.capacity.deployment import Deployment
 from agent.capacity.engine_flags import RECIPES
@@ -15,6 +15,7 @@ from agent.capacity.geometry import ModelGeometry
 from agent.capacity.gpus import find_gpu
 from agent.capacity.planner import plan
 from agent.capacity.presets import PRESETS
+from agent.capacity.together import together
 from agent.capacity.words import render_advice
 from engine_shim.errors import SettingsError
 
@@ -67,7 +68,7 @@ def test_what_makes_it_fit_for_least_effort_comes_first_and_another_model_last()
     possible = [one for one in options if one.possible]
     assert possible[0].fits is True
     assert possible[0].recipe.effort <= 2
-    rescuing = [one for one in possible if one.fits and one.recipe.effort < 5]
+    rescuing = [one for one in possible if one.fits and one.recipe.effort < 5 and one.key not in ASKING_FOR_LESS]
     assert [one.recipe.effort for one in rescuing] == sorted(one.recipe.effort for one in rescuing)
     assert {one.key for one in possible[-2:]} == {"gqa-model", "mla-model"}
     ruled_out = [one for one in options if not one.possible]
@@ -152,3 +153,42 @@ def test_the_text_lists_what_to_do_and_what_not() -> None:
     assert text.startswith("what to change, best first:\n  1. ")
     assert "ruled out:\n" in text
     assert "vllm: --kv-cache-dtype fp8; sglang: --kv-cache-dtype fp8_e4m3" in text
+
+
+def test_options_together_fit_where_none_does_alone_and_none_is_idle() -> None:
+    crowded = replace(SMALL, max_num_seqs=16)
+    assert not any(
+        one.fits for one in advise(model(), crowded) if one.recipe.effort < 3 and one.key != "fewer-sequences"
+    )
+    found = together(model(), crowded)
+    assert found is not None
+    assert found.verdict.startswith("fits: 16 × 4,096 tokens")
+    assert len(found.keys) >= 2
+    assert found.gpus == 1
+    settings = {"kv-fp8": {"kv_dtype": "fp8"}, "weights-int4": {"weight_dtype": "awq"}, "headroom": {"headroom": 0.0},
+                "utilization": {"utilization": 0.95}, "fewer-in-flight": {"max_batched_tokens": 2048}}  # fmt: skip
+    assert set(found.keys) <= set(settings)
+
+    def fits(*keys: str) -> bool | None:
+        changes: dict[str, Any] = {}
+        for key in keys:
+            changes |= settings[key]
+        return plan(model(), replace(crowded, **changes)).fits
+
+    assert fits(*found.keys) is True
+    for left_out in found.keys:
+        assert fits(*(key for key in found.keys if key != left_out)) is False
+    assert render_advice(advise(model(), crowded), found).startswith("together: ")
+
+
+def test_more_gpus_are_the_last_thing_that_is_tried_together() -> None:
+    large = Deployment(gpu=find_gpu("L4"), max_num_seqs=8)
+    found = together(model("llama-2-70b"), large)
+    assert found is not None
+    assert found.gpus > 1
+    assert found.keys[-1] == "tensor-parallel"
+
+
+def test_nothing_is_put_together_where_it_fits_or_nothing_would_do() -> None:
+    assert together(model(), replace(SMALL, max_num_seqs=1)) is None
+    assert together(model(), replace(SMALL, max_num_seqs=100_000)) is None
