@@ -34,11 +34,11 @@ _DANGERS = frozenset(
 class PickleLimits:
     """What is refused beyond. Passed-over parts do not count for `values`."""
 
-    values: int = 3_000_000  # members of lists and dicts, over the whole file
-    waiting: int = 3_000_000  # values on the stack at once
+    values: int = 1_500_000  # members of lists and dicts, over the whole file
+    waiting: int = 1_500_000  # values on the stack at once
     depth: int = 32  # lists in lists
     text_bytes: int = 1 << 20  # of one text; a longer one is passed over
-    memo: int = 3_000_000
+    memo: int = 1_500_000
 
 
 def load(file: BinaryIO, *, skip: Collection[str] = (), limits: PickleLimits | None = None) -> Any:
@@ -64,23 +64,23 @@ class _Machine:
         }
 
     def _plain_actions(self) -> dict[str, Callable[[], None]]:
-        take, push = self._window.take, self._push
-        length = self._window.length
+        take, byte, push = self._window.take, self._window.byte, self._push
+        length, memo_get = self._window.length, self._passing.memo.get
         return {
             "N": lambda: push(None),
             "\x88": lambda: push(True),
             "\x89": lambda: push(False),
-            "K": lambda: push(take(1)[0]),
+            "K": lambda: push(byte()),
             "M": lambda: push(int.from_bytes(take(2), "little")),
             "J": lambda: push(int.from_bytes(take(4), "little", signed=True)),
-            "\x8a": lambda: push(self._long(take(1)[0])),
+            "\x8a": lambda: push(self._long(byte())),
             "\x8b": lambda: push(self._long(length(4))),
             "I": self._int_line,
             "L": self._int_line,
             "F": self._float_line,
             "G": lambda: push(struct.unpack(">d", take(8))[0]),
             "V": self._text_line,
-            "\x8c": lambda: push(self._text(take(1)[0])),
+            "\x8c": lambda: push(self._text(byte())),
             "X": lambda: push(self._text(length(4))),
             "\x8d": lambda: push(self._text(length(8))),
             "C": lambda: push(self._bytes(take(1)[0])),
@@ -105,14 +105,15 @@ class _Machine:
             "2": lambda: push(self._top()),
             "\x94": lambda: self._passing.memoize(self._top()),
             **{code: partial(self._put, ord(code)) for code in "qrp"},
-            **{code: partial(self._get, ord(code)) for code in "hjg"},
+            "h": lambda: push(memo_get(byte(), SKIPPED)),
+            **{code: partial(self._get, ord(code)) for code in "jg"},
             "\x80": self._protocol,
             "\x95": lambda: self._window.pass_over(8),  # the length of a frame, which says nothing that is needed
         }
 
     def run(self) -> Any:
         window, actions = self._window, self._actions
-        while (code := window.take(1)[0]) != 0x2E:  # STOP
+        while (code := window.byte()) != 0x2E:  # STOP
             action = actions.get(code)
             if action is None:
                 raise self._refusal(code)
@@ -221,7 +222,7 @@ class _Machine:
             return
         if not isinstance(target, dict) or len(values) % 2:
             raise self._broken("it sets items of what is no dict")
-        self._count(len(values))
+        self._count(len(values) // 2)
         for key, value in zip(values[::2], values[1::2], strict=True):
             if not isinstance(key, str):  # others could be made to collide, a million at a time
                 raise SnapshotError(f"refused: a dict with a key of type {type(key).__name__}, which no snapshot has")

@@ -48,6 +48,17 @@ class Window:
             self.data, self.at = self.data[self.at :] + more, 0
             self._ended = not more
 
+    def byte(self) -> int:
+        """The next one. Raises SnapshotError where the file has ended."""
+        at = self.at
+        if at >= len(self.data):
+            self.fill(1)
+            at = self.at
+            if at >= len(self.data):
+                raise self.cut_short()
+        self.at = at + 1
+        return self.data[at]
+
     def take(self, size: int) -> bytes:
         """The next bytes, all of them. Raises SnapshotError where the file ends before."""
         end = self.at + size
