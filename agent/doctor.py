@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from agent.alerting.rule_files import load_rules
+from agent.alerting.sinks import LOG, make_sinks
 from agent.config import AgentSettings
 from agent.demo.supervisor import DEMO_PREFIX
 from agent.devices.model import DeviceState, LibraryState
@@ -21,7 +23,7 @@ from agent.devices.watcher import Timing, Watcher
 from agent.sampling.discovery import name_some, scan
 from engine_shim.allocation_map.folders import MEMORY_FOLDER, file_system, is_in_memory, writer_folder
 from engine_shim.allocation_map.reader import MapReader
-from engine_shim.errors import KvatlasError
+from engine_shim.errors import KvatlasError, SettingsError
 from engine_shim.launcher import installed
 
 Level = Literal["ok", "note", "warning", "failed"]
@@ -36,6 +38,8 @@ PACKAGES = (
     "psutil",
     "nvidia-ml-py",
     "httpx",
+    "slack-sdk",
+    "PyYAML",
     "typer",
     "streamlit",
     "plotly",
@@ -65,6 +69,7 @@ def examine(folders: Sequence[Path], settings: AgentSettings) -> list[Finding]:
         *_demos(folders),
         *_maps(folders),
         _port(settings),
+        _alerts(settings),
         *examine_devices(),
     ]
 
@@ -74,6 +79,19 @@ def to_json(findings: Iterable[Finding]) -> dict[str, Any]:
         {"check": one.check, "level": one.level, "message": one.message, "action": one.action} for one in findings
     ]
     return {"schema": SCHEMA, "ok": all(one["level"] != "failed" for one in listed), "findings": listed}
+
+
+def _alerts(settings: AgentSettings) -> Finding:
+    """Whether the agent would take these rules and receivers; nobody is sent anything."""
+    try:
+        rules, names = load_rules(settings.alert_rules), [sink.name for sink in make_sinks(settings)]
+    except SettingsError as error:
+        return Finding("alerts", "failed", str(error), "mend the setting; kvatlas alerts check FILE reads rules alone")
+    message = f"{len(rules)} rules, told to {', '.join(names) or 'nobody'}"
+    if settings.alert_store is None and set(names) - {LOG}:
+        action = "set KVATLAS_ALERT_STORE to a file, so that a restart repeats and loses nothing"
+        return Finding("alerts", "warning", f"{message}, kept in memory alone", action)
+    return Finding("alerts", "ok", message)
 
 
 def _python() -> list[Finding]:

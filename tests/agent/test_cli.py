@@ -91,7 +91,7 @@ def test_help_lists_every_command(capsys: Capture) -> None:
     bare = capsys.readouterr().out
     assert cli.main(["--help"]) == 0
     assert capsys.readouterr().out == bare
-    for command in ("agent", "compact", "dashboard", "demo", "doctor", "map", "simulate", "version"):
+    for command in ("agent", "alerts", "compact", "dashboard", "demo", "doctor", "map", "simulate", "version"):
         assert f"\n  {command} " in bare
 
 
@@ -240,6 +240,28 @@ def test_doctor_tells_that_a_port_is_taken(folder: Path) -> None:
         findings = examine([folder], load_settings({"listen": name}, environment={}))
     (port,) = [one for one in findings if one.check == f"port {name}"]
     assert (port.level, port.message) == ("note", "cannot be had: Address already in use")
+
+
+@pytest.mark.parametrize(
+    ("environment", "level", "part"),
+    [
+        ({}, "ok", "rules, told to log"),
+        ({"KVATLAS_WEBHOOK_URL": "http://127.0.0.1:9/x"}, "warning", "log, webhook, kept in memory alone"),
+        ({"KVATLAS_WEBHOOK_URL": "http://127.0.0.1:9/x", "KVATLAS_ALERT_STORE": "/x"}, "ok", "log, webhook"),
+        ({"KVATLAS_SLACK_WEBHOOK_URL": "http://hooks.example/secret"}, "failed", "https"),
+        ({"KVATLAS_ALERT_RULES": "/nowhere.yml"}, "failed", "/nowhere.yml: No such file"),
+    ],
+)
+def test_doctor_tells_whether_alerts_are_set_up(
+    folder: Path, environment: dict[str, str], level: str, part: str
+) -> None:
+    from agent.config import load_settings
+
+    findings = examine([folder], load_settings({"listen": "127.0.0.1:0"}, environment=environment))
+    (alerts,) = [one for one in findings if one.check == "alerts"]
+    assert alerts.level == level
+    assert part in alerts.message
+    assert "secret" not in alerts.message
 
 
 def test_doctor_refuses_both_distributions_in_one_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
