@@ -164,8 +164,13 @@ def test_options_together_fit_where_none_does_alone_and_none_is_idle() -> None:
     assert found.verdict.startswith("fits: 16 × 4,096 tokens")
     assert len(found.keys) >= 2
     assert found.gpus == 1
-    settings: dict[str, dict[str, Any]] = {"kv-fp8": {"kv_dtype": "fp8"}, "weights-int4": {"weight_dtype": "awq"}, "headroom": {"headroom": 0.0},
-                "utilization": {"utilization": 0.95}, "fewer-in-flight": {"max_batched_tokens": 2048}}  # fmt: skip
+    settings: dict[str, dict[str, Any]] = {
+        "kv-fp8": {"kv_dtype": "fp8"},
+        "weights-int4": {"weight_dtype": "awq"},
+        "headroom": {"headroom": 0.0},
+        "utilization": {"utilization": 0.95},
+        "fewer-in-flight": {"max_batched_tokens": 2048},
+    }
     assert set(found.keys) <= set(settings)
 
     def fits(*keys: str) -> bool | None:
