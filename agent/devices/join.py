@@ -42,7 +42,8 @@ class Join:
         """Every device with its memory attributed."""
         return tuple(self._view(device) for device in self.devices)
 
-    def _view(self, device: DeviceSample) -> DeviceView:
+    def _view(self, device: DeviceSample, mates: Sequence[DeviceSample] = ()) -> DeviceView:
+        """`mates` are slices whose memory is this one's: what is on them is in these rows."""
         slices = []
         shown: set[int] = set()  # GPU instances whose memory stands in rows already
         for one in device.slices:
@@ -51,8 +52,12 @@ class Join:
                 continue
             if one.gpu_instance is not None and one.memory is not None:
                 shown.add(one.gpu_instance)
-            slices.append(self._view(one))
-        named, owners = self._named(device), self._owners(device)
+            same = one.gpu_instance is not None
+            slices.append(
+                self._view(one, [other for other in device.slices if same and other.gpu_instance == one.gpu_instance])
+            )
+        named = list(dict.fromkeys(engine for one in (device, *mates) for engine in self._named(one)))
+        owners = self._owners(device, *mates)
         processes = None if device.processes is None else tuple(self._name(*one) for one in owners)
         if device.memory is None or any(one.attribution for one in slices):
             ids = {one.engine_id for one in (*named, *(owner for _, owner in owners if owner))}
@@ -62,9 +67,10 @@ class Join:
         attribution = attribute(device.memory, claims, others)
         return DeviceView(device, attribution, tuple(sorted(ids)), processes, tuple(slices))
 
-    def _owners(self, device: DeviceSample) -> list[tuple[DeviceProcess, EngineHere | None]]:
-        """Each process with the engine whose it is, by pid and start time."""
-        return [(one, self.table.owner(one.pid, self.here)) for one in device.processes or ()]
+    def _owners(self, *devices: DeviceSample) -> list[tuple[DeviceProcess, EngineHere | None]]:
+        """Each process once, with the engine whose it is, by pid and start time."""
+        listed = {process.pid: process for device in reversed(devices) for process in device.processes or ()}
+        return [(listed[pid], self.table.owner(pid, self.here)) for pid in sorted(listed)]
 
     def _name(self, process: DeviceProcess, owner: EngineHere | None) -> NamedProcess:
         # Outside of the machine's first namespace that pid may be of another process here, so that no name is given.

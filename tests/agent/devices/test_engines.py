@@ -71,6 +71,33 @@ def test_without_its_process_in_the_list_the_rest_is_unattributed(
     assert "not visible" in view["devices"][0]["attribution"]["notes"][0]
 
 
+def test_an_engine_on_the_second_of_two_slices_of_one_instance(
+    start_reader: StartReader, driver: Path, start_engine: StartEngine
+) -> None:
+    engine = start_engine(gpu_uuids=["MIG-1"], **POOL)
+    reader = start_reader(driver)
+    keys: dict[str, object] = {
+        "gpu0.mig": 1,
+        "gpu0.slices": 2,
+        "gpu0.mig1.processes": f"{engine.process.pid}:{2 * GIB}",
+    }
+    for number in range(2):
+        facts = {"uuid": f"MIG-{number}", "instance": 5, "total": 10 * GIB, "used": 3 * GIB, "free": 7 * GIB}
+        keys |= {f"gpu0.mig{number}.{key}": value for key, value in facts.items()}
+    reader.script({"count": 1}, gpu(0), keys)
+    reader("watch", timeout=30)
+    first, second = reader("view", rounds=1)["devices"][0]["slices"]
+    assert {row["kind"]: row["bytes"] for row in first["attribution"]["rows"]} == {
+        "kv_pool": GIB,
+        "engine_other": GIB,
+        "other_processes": 0,
+        "reserved": 0,
+        "unattributed": GIB,
+        "free": 7 * GIB,
+    }
+    assert second["attribution"] is None
+
+
 def test_an_engine_that_ended_holds_nothing(start_reader: StartReader, driver: Path, start_engine: StartEngine) -> None:
     engine = start_engine(gpu_uuids=[UUIDS[0]], **POOL)
     reader = start_reader(driver)
