@@ -40,7 +40,8 @@ class Together:
 
 
 def together(geometry: ModelGeometry, deployment: Deployment) -> Together | None:
-    """The least of several options that make the deployment fit where it does not; None where it fits, or nothing does.
+    """The least of several options that make the deployment fit where it does not; None where it fits,
+    where one alone is enough, or where nothing is.
 
     Options are added in a fixed order until it fits; then each that is not needed is left out again. SettingsError as
     for `advise`.
@@ -62,6 +63,8 @@ def together(geometry: ModelGeometry, deployment: Deployment) -> Together | None
         found = _chain(geometry, deployment, fewer) if key != "tensor-parallel" else None
         if found is not None and found[0].fits:
             taken = fewer
+    if len(taken) < 2:
+        return None  # the one that is left is in the advice already
     last = _chain(geometry, deployment, taken)
     if last is None or last[0].pool is None:
         return None

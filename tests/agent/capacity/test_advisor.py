@@ -195,4 +195,7 @@ def test_more_gpus_are_the_last_thing_that_is_tried_together() -> None:
 
 def test_nothing_is_put_together_where_it_fits_or_nothing_would_do() -> None:
     assert together(model(), replace(SMALL, max_num_seqs=1)) is None
+    one_is_enough = replace(SMALL, headroom=0.0, max_num_seqs=5)
+    assert by_key(advise(model(), one_is_enough))["kv-fp8"].fits is True
+    assert together(model(), one_is_enough) is None
     assert together(model(), replace(SMALL, max_num_seqs=100_000)) is None
