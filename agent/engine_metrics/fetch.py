@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import httpx
-
 from agent.engine_metrics.exposition import NotMetrics, parse_exposition, parse_ollama
 from agent.engine_metrics.model import Answer
 from agent.engine_metrics.sources import MetricsSource
@@ -29,6 +27,8 @@ def fetch(source: MetricsSource, *, seconds: float = FETCH_SECONDS, max_bytes: i
     An engine is a neighbour, so no proxy stands between, and what it says is final: redirects are not followed.
     Compression is not accepted: a small answer could otherwise become a large one.
     """
+    import httpx  # here: 10 MB that an agent which asks no engine need not have
+
     deadline = time.monotonic() + seconds
     body = bytearray()
     try:
@@ -59,6 +59,8 @@ def fetch(source: MetricsSource, *, seconds: float = FETCH_SECONDS, max_bytes: i
 
 def _describe(error: Exception) -> str:
     """The kind of fault: the library's own texts may repeat the address, with a password in it."""
+    import httpx
+
     if isinstance(error, httpx.ConnectError):
         return "no connection"
     if isinstance(error, httpx.RemoteProtocolError):
