@@ -72,8 +72,8 @@ def _exchange_places(one: Any, other: Any) -> None:
 
 
 def forget(pool: Any, blocks: Collection[Any]) -> None:
-    """After an exchange that broke off: no prefix is known by any of these blocks, whatever was half done, and the free
-    queue is whole again with all of them at its front. Unreferenced blocks alone. O(blocks of the pool)."""
+    """After a change that broke off: no prefix is known by any of these blocks, whatever was half done, and the free
+    queue is whole again, with those of them that nobody references at its front. O(blocks of the pool)."""
     gone = {block.block_id for block in blocks}
     entries = pool.cached_block_hash_to_block._cache
     removed = []

@@ -43,7 +43,7 @@ class VllmMover:
         self._numbers: dict[str, int] = {}
         self._last_number = 0
         self._aside: list[tuple[int, int]] = []  # (source, destination) where the destination holds a prefix
-        self._committed = False
+        self._begun = self._committed = False
         self.watched: WatchedPool | None = None
 
     @property
@@ -89,7 +89,7 @@ class VllmMover:
         for _, destination in moves.tolist():
             if not unreferenced(blocks[destination]):
                 raise RuntimeError(f"block {destination} cannot be written to: somebody holds it")
-        self._committed = False
+        self._begun = self._committed = False
         self._aside = [
             (source, destination)
             for source, destination in moves.tolist()
@@ -110,10 +110,11 @@ class VllmMover:
     def commit(self, moves: Moves) -> None:
         pool, blocks = self._pool, self._pool.blocks
         renamed: dict[int, int] = dict(moves.tolist())
-        self._committed = True
+        self._begun = True
         for source, destination in renamed.items():
             trade(pool, blocks[source], blocks[destination])
         named = self._rename(renamed)
+        self._committed = True
         put_back = [source for source, _ in self._aside]
         answers = self._ask(worker_moves.settle_blocks, renamed, put_back)
         if len(set(answers)) > 1:
@@ -121,9 +122,12 @@ class VllmMover:
         self._tell(renamed)
 
     def abandon(self, moves: Moves) -> None:
-        """The destinations were never taken out of the pool; what was cached in them may be overwritten."""
+        """The destinations were never taken out of the pool; what was cached in them may be overwritten. A commit that
+        broke off cannot be undone, and raises."""
         if self._committed:
             return
+        if self._begun:
+            raise RuntimeError("a commit broke off half-way")
         for _, destination in self._aside:
             self._pool._maybe_evict_cached_block(self._pool.blocks[destination])
         self._aside = []
@@ -141,10 +145,9 @@ class VllmMover:
             if block.next_free_block is not None:
                 pool.free_block_queue.remove(block)
             block.ref_cnt = named[block.block_id]
-            pool._maybe_evict_cached_block(block)
         for block in spare:
             block.ref_cnt = 0
-        forget(pool, spare)
+        forget(pool, held + spare)
         for request in [one for one in scheduler.running if not self._ids_of(one.request_id).isdisjoint(named)]:
             scheduler.running.remove(request)
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)

@@ -78,8 +78,10 @@ class Steering:
         """Between two steps: carry out what was asked for, and a slice of what is under way."""
         if self._desk is not None and self._mailbox.pending():
             self._desk.serve()
-        if self.compactor is not None and self.compactor.active:
+        if self.compactor is not None and self.compactor.active and self._watched is not None:
+            self._watched.publish()
             self.compactor.step()
+            self._watched.publish()
 
     def asleep(self) -> None:
         """The pool's memory goes, and its map with it."""

@@ -90,15 +90,23 @@ class WatchedPool:
 
     def show(self, running: int, waiting: int, *, step: bool) -> None:
         """Publish everything so far; with `step` an engine step has begun."""
-        self.tap.settle()
+        self._settle_names()
         if self.book is not None:
-            if self.tap.left:
-                self._name_other_holders(self.book)
             self.book.close_ended()
         if step:
             self.observer.step_ended(running, waiting)
         else:
             self.observer.queues_changed(running, waiting)
+
+    def _settle_names(self) -> None:
+        self.tap.settle()
+        if self.book is not None and self.tap.left:
+            self._name_other_holders(self.book)
+
+    def publish(self) -> None:
+        """Make everything so far visible, between two steps: before blocks are moved, and after."""
+        self._settle_names()
+        self.observer.publish()
 
     def moved(self, moves: Mapping[int, int]) -> None:
         """Blocks in use have changed places with unreferenced ones: source to destination."""

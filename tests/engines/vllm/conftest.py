@@ -108,6 +108,12 @@ def relocating(drive: Callable[..., Report]) -> Report:
 
 
 @pytest.fixture(scope="session")
+def compacting(drive: Callable[..., Report]) -> Report:
+    """Moves of live blocks, in one process, every map compared at every step."""
+    return drive("drive_compacting", VLLM_ENABLE_V1_MULTIPROCESSING="0", KVATLAS_AUDIT_STEPS="1")
+
+
+@pytest.fixture(scope="session")
 def serving(drive: Callable[..., Report]) -> Report:
     """Engine core and worker in processes of their own."""
     return drive("drive_serving")

@@ -157,10 +157,10 @@ class Watch:
         counters = self.engine.snapshot().counters
         return {
             **self.truth.report(),
-            "tokens": _digest(sorted(self.engine.tokens.items())),
+            "tokens": digest(sorted(self.engine.tokens.items())),
             "served": len(self.engine.tokens),
-            "cached_tokens": _digest(sorted(self.cached_tokens.items())),
-            "evicted": _digest(self.evicted),
+            "cached_tokens": digest(sorted(self.cached_tokens.items())),
+            "evicted": digest(self.evicted),
             "evictions": len(self.evicted),
             "fragmentation_p50": float(np.median(self.fragmentation)) if self.fragmentation else None,
             "live_share": float(np.mean(self.live)),
@@ -183,7 +183,7 @@ class Watch:
         }
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
