@@ -56,7 +56,12 @@ class AgentClient:
         return self._get(wire.EngineList, "/v1/engines")
 
     def engine(self, id: str) -> wire.EngineSummary:
+        """One pool. An engine without a block map is none, and is an answer of another shape: see `unmapped`."""
         return self._get(wire.EngineSummary, _engine_path(id))
+
+    def unmapped(self, id: str) -> wire.UnmappedEngine:
+        """One engine that is known from its own metrics alone."""
+        return self._get(wire.UnmappedEngine, _engine_path(id))
 
     def map(self, id: str, cells: int = 4096) -> wire.MapCells:
         return self._get(wire.MapCells, _engine_path(id) + "/map", {"cells": cells})

@@ -55,7 +55,7 @@ def demo_vllm(
     ] = 0.2,
     blocks: Annotated[
         int, typer.Option(envvar="KVATLAS_DEMO_VLLM_BLOCKS", help=f"Blocks of {BLOCK_TOKENS} tokens.")
-    ] = 400,
+    ] = 600,
     seconds: Annotated[
         float | None, typer.Option(envvar="KVATLAS_DEMO_SECONDS", help="End after so long; by default at Ctrl-C.")
     ] = None,

@@ -117,8 +117,8 @@ class MetricsScraper:
         self._news.set()
 
     def run(self) -> None:
-        """Tick whenever there is something new, and twice an interval, until `stop`."""
-        while not self._stopping:
+        """Tick whenever there is something new, and twice an interval, until `stop`; without an address, do nothing."""
+        while self._addresses and not self._stopping:
             self._news.wait(min(1.0, self.settings.interval_seconds / 2))
             self._news.clear()
             try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.engine_metrics.exposition import MAX_NOTES, NotMetrics, parse_exposition, parse_ollama
+from agent.engine_metrics.exposition import MAX_LINES, MAX_NOTES, NotMetrics, parse_exposition, parse_ollama
 from agent.engine_metrics.model import EngineReading
 from agent.engine_metrics.names import MEANINGS, NAMES, Quantity
 
@@ -234,6 +234,13 @@ def test_a_flood_of_doubtful_series_is_bounded() -> None:
     assert len(one(text).notes) <= MAX_NOTES
     many = "".join(f'vllm:num_requests_running{{model_name="{i}"}} 1\n' for i in range(1000))
     assert len(parse_exposition(many).engines) == 64
+
+
+def test_more_series_than_any_engine_has_are_not_parsed() -> None:
+    line = 'vllm:num_requests_running{model_name="m",pid="%d"} 1\n'
+    assert one("".join(line % i for i in range(MAX_LINES))).total[Quantity.RUNNING] == 1
+    with pytest.raises(NotMetrics, match="more than 20,000 series"):
+        parse_exposition("".join(line % i for i in range(MAX_LINES + 1)))
 
 
 def test_ollama_lists_models_and_nothing_of_their_cache() -> None:
