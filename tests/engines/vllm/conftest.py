@@ -115,8 +115,8 @@ def compacting(drive: Callable[..., Report]) -> Report:
 
 @pytest.fixture(scope="session")
 def serving(drive: Callable[..., Report]) -> Report:
-    """Engine core and worker in processes of their own."""
-    return drive("drive_serving")
+    """Engine core and worker in processes of their own, which relocate; the core is asked for things while it idles."""
+    return drive("drive_serving", KVATLAS_VLLM_ALLOCATION="relocating", KVATLAS_VLLM_COMPACTION="1")
 
 
 @pytest.fixture(scope="session")

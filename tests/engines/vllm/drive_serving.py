@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,6 +25,15 @@ import tiny_model  # type: ignore[import-not-found]  # beside this file
 from vllm import LLM, SamplingParams
 
 from engine_shim import MapReader
+from engine_shim.control.messages import (
+    CompactRequest,
+    PlanRequest,
+    RelocationRequest,
+    StatusRequest,
+    TurnOffRequest,
+    encode_request,
+)
+from engine_shim.control.peer import SOCKET_SUFFIX, socket_address, socket_path
 
 WORK = Path(sys.argv[1])
 MAPS = Path(os.environ["KVATLAS_DIR"])
@@ -102,6 +112,7 @@ def main() -> None:
         report["folder_made"] = MAPS.exists()
     else:
         report |= stop_the_worker(llm)
+        report |= ask_the_idle(llm)
     print("RESULT " + json.dumps(report), flush=True)
 
 
@@ -146,6 +157,30 @@ def stop_the_worker(llm: Any) -> dict[str, Any]:
         "repairs": after.counters["repairs"],
         "writer_alive": reader.writer_alive(),
     }
+
+
+def ask_the_idle(llm: Any) -> dict[str, Any]:
+    """An engine core without requests takes no steps, and answers all the same; then it is told to leave vLLM alone."""
+    (path,) = MAPS.glob("*.kvmap")
+    requests = {
+        "plan": PlanRequest(target=0.0), "compact": CompactRequest(target=0.0, verify=True), "status": StatusRequest(),
+        "relocation": RelocationRequest(on=False), "turn_off": TurnOffRequest(reason="the operator said so"),
+    }  # fmt: skip
+    copies = MapReader(path).read().counters["relocation_copies"]
+    replies = {name: ask(path, request) for name, request in requests.items()}
+    wait_for(lambda: not path.exists())
+    sockets = [one.name for one in path.parent.iterdir() if one.suffix == SOCKET_SUFFIX]
+    return {"idle": replies, "copies": copies, "sockets_left": sockets, "served_without_us": serve(llm)}
+
+
+def ask(path: Path, request: Any) -> dict[str, Any]:
+    """What the control socket beside this map says to this."""
+    with socket.socket(socket.AF_UNIX) as connection, socket_address(socket_path(path)) as address:
+        connection.settimeout(SECONDS)
+        connection.connect(address)
+        connection.sendall(encode_request(request))
+        reply: dict[str, Any] = json.loads(connection.makefile("rb").readline())
+    return reply
 
 
 if __name__ == "__main__":
