@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from engine_shim.adapters.vllm.relocator import Relocator
 from engine_shim.compaction.compactor import Compactor
+from engine_shim.compaction.mover import OffBy
 from engine_shim.control.mailbox import ControlMailbox, ControlTicket
 from engine_shim.control.messages import (
     CompactRequest,
@@ -104,7 +105,8 @@ class ControlDesk:
     def _status(self) -> StatusReply:
         relocator, compactor = self._relocator, self._compactor
         relocates = relocator is not None and relocator.on
-        details: dict[str, Detail] = {}
+        # Moves are off since the start, by nobody's switch: an agent may let blocks relocate all the same.
+        details: dict[str, Detail] = {"moving_off_by": OffBy.START.value}
         moving, reason = False, self._no_compaction
         if compactor is not None:
             switch = compactor.switch
