@@ -46,7 +46,7 @@ def demo_vllm(
     ] = None,
     allocation: Annotated[
         str, typer.Option(envvar="KVATLAS_DEMO_VLLM_ALLOCATION", help="stock, relocating or auto.")
-    ] = "stock",
+    ] = "auto",
     trace: Annotated[
         str, typer.Option(envvar="KVATLAS_DEMO_TRACE", help="A bundled trace by name, or a trace file.")
     ] = "mooncake-conversation",
