@@ -42,6 +42,7 @@ class VllmMover:
         self._core, self._refusal = core, refusal
         self._numbers: dict[str, int] = {}
         self._last_number = 0
+        self.moved = 0  # blocks, since the start
         self._aside: list[tuple[int, int]] = []  # (source, destination) where the destination holds a prefix
         self._begun = self._committed = False
         self.watched: WatchedPool | None = None
@@ -119,6 +120,7 @@ class VllmMover:
         answers = self._ask(worker_moves.settle_blocks, renamed, put_back)
         if len(set(answers)) > 1:
             raise RuntimeError(f"{named} places were renamed here, and {answers} by the ranks")
+        self.moved += len(renamed)
         self._tell(renamed)
 
     def abandon(self, moves: Moves) -> None:

@@ -39,6 +39,7 @@ class Steering:
         """`turn_off` asks for the end of everything, which `stop_if_asked` then brings, where no step would come."""
         self.core: Any = None  # vLLM's EngineCore, once it has been seen
         self.relocator: Relocator | None = None
+        self.mover: VllmMover | None = None
         self.compactor: Compactor | None = None
         self._scheduler = scheduler
         self._environment = environment
@@ -47,9 +48,8 @@ class Steering:
         self._mailbox = ControlMailbox(self.wake)
         self._server: ControlServer | None = None
         self._desk: ControlDesk | None = None
-        self._no_relocation = self._no_compaction = ""
+        self._no_relocation = self.no_compaction = ""
         self._readiness = Readiness(scheduler, lambda: self.core)
-        self._mover: VllmMover | None = None
 
     def prepare(self, watched: WatchedPool) -> None:
         """Before observation's hooks are put on; again after a sleep, when the pool has a new map."""
@@ -62,13 +62,13 @@ class Steering:
                 relocator=self.relocator,
                 no_relocation=self._no_relocation,
                 compactor=self.compactor,
-                no_compaction=self._no_compaction,
+                no_compaction=self.no_compaction,
                 relocate=self.relocate,
                 turn_off=self._leave,
             )
         self._readiness.asleep = False
-        if self._mover is not None:
-            self._mover.watched = watched
+        if self.mover is not None:
+            self.mover.watched = watched
         watched.on_moved = self._live_moved
         self._show_relocation()
         if watched.observer.path is not None:
@@ -140,16 +140,16 @@ class Steering:
 
     def _prepare_compaction(self, watched: WatchedPool) -> None:
         if not compaction_asked(self._environment):
-            self._no_compaction = NOT_ASKED
+            self.no_compaction = NOT_ASKED
             return
         if refusal := compaction_refusal(self._scheduler):
             log.warning("moves of live blocks are refused: %s", refusal)
-            self._no_compaction = refusal
+            self.no_compaction = refusal
             return
-        self._mover = VllmMover(
+        self.mover = VllmMover(
             self._scheduler, watched.spec.block_bytes, core=lambda: self.core, refusal=self._readiness.refusal
         )
-        self.compactor = Compactor(self._mover, watched.spec.total_blocks, wake=self.wake)
+        self.compactor = Compactor(self.mover, watched.spec.total_blocks, wake=self.wake)
 
     def _live_moved(self, blocks: Collection[int]) -> None:
         if self.relocator is not None:

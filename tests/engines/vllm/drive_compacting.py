@@ -102,7 +102,7 @@ class Moves:
             self.reasons.add(report.reason)
 
     def _watch_commits(self) -> None:
-        one = self.steering._mover
+        one = self.steering.mover
         assert one is not None
         stock = one.commit
 
