@@ -1,9 +1,9 @@
 """How long it takes from a number that crosses a threshold in a map until a receiver has taken the message.
 
-An agent with default settings, sampling once a second, watches 100 pools; the rule has no `for`. Pools cross at random
+An agent with default settings, sampling once a second, watches 60 pools; the rule has no `for`. Pools cross at random
 moments: 500 times, five a second, for Alertmanager, which is told of each; and one at a time, two to three seconds
-apart, for Slack, which is sent one message a second. Measured from the publish of the map to the request that comes
-of it at the receiver.
+apart, for Slack, which is sent one message a second, so that one just sent would hold up the next. Measured from the
+publish of the map to the request that comes of it at the receiver.
 
     python benchmarks/alert_latency.py [--crossings 500] [--slack-crossings 60] [--seed 1] [--json FILE]
 """
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +36,10 @@ from engine_shim.pool.block_pool import BlockPool  # noqa: E402
 from tests.alerts.slack_receiver import Answer, Receiver, slack_judge  # noqa: E402
 
 BAR_SECONDS = 2.0
-POOLS, BLOCKS = 100, 64
+POOLS, BLOCKS = 60, 64
 CROSSINGS_PER_SECOND = 5.0
 HELD_SECONDS = 4.0  # a pool stays crossed for so long, and then clear, so that no sample misses either
+AHEAD_SECONDS = 60.0  # Alertmanager is told an end so far ahead, at least, of what fires
 RULE = "pool-nearly-full"
 
 
@@ -110,13 +114,18 @@ def rules_file(folder: Path) -> Path:
 
 
 def told_by_alertmanager(request: Any) -> set[str]:
-    """Engines that a request tells to be firing, and not merely once more."""
-    return {one["labels"]["engine_id"] for one in request.body if one["endsAt"] > one["startsAt"]}
+    """Engines that a request tells to be firing: with an end that is minutes ahead."""
+    found = set()
+    for one in request.body:
+        start, end = (datetime.fromisoformat(one[name]) for name in ("startsAt", "endsAt"))
+        if (end - start).total_seconds() > AHEAD_SECONDS:
+            found.add(one["labels"]["engine_id"])
+    return found
 
 
 def told_by_slack(request: Any) -> set[str]:
-    words = request.body["text"].split()
-    return {word for word in words if word.startswith("engine-")} if "WARNING" in words[0] else set()
+    """The same; a message may tell of several."""
+    return set(re.findall(r"WARNING: Pool kv of (engine-\d+)", json.dumps(request.body["blocks"])))
 
 
 def measure(
@@ -126,6 +135,7 @@ def measure(
     crossings: int,
     pause: Callable[[], float],
     numbers: Callable[[set[int]], int],
+    held_seconds: float = HELD_SECONDS,
 ) -> list[float]:
     """Seconds from each crossing to the first request after it that tells of its engine."""
     crossed: list[tuple[str, float]] = []
@@ -141,7 +151,7 @@ def measure(
             time.sleep(min(0.02, due - now))
         number = numbers(set(open_until) | {one for one, at in cleared.items() if now - at < HELD_SECONDS})
         crossed.append((f"engine-{number}", engines.cross(number)))
-        open_until[number] = time.monotonic() + HELD_SECONDS
+        open_until[number] = time.monotonic() + held_seconds
     time.sleep(HELD_SECONDS)
     for number in open_until:
         engines.clear(number)
@@ -150,7 +160,7 @@ def measure(
     seconds = []
     for engine, at in crossed:
         arrived = next((then for then, names in requests if then >= at and engine in names), None)
-        seconds.append(float("inf") if arrived is None else arrived - at)
+        seconds.append(math.inf if arrived is None else arrived - at)
     return seconds
 
 
@@ -213,6 +223,7 @@ def main() -> int:
                     options.slack_crossings,
                     lambda: dice.uniform(2.0, 3.0),
                     lambda taken: next(fresh),
+                    held_seconds=math.inf,  # what ends would take turns with what begins
                 ),
             )
         finally:
@@ -222,21 +233,23 @@ def main() -> int:
     result = {
         name: {
             "crossings": len(seconds),
-            "lost": sum(one == float("inf") for one in seconds),
-            **{f"p{q}": float(np.percentile(seconds, q, method="higher")) for q in (50, 95, 99)},
-            "max": max(seconds),
+            "lost": len(seconds) - len(arrived),
+            **{f"p{q}": float(np.percentile(arrived, q, method="higher")) for q in (50, 95, 99)},
+            "max": max(arrived),
             "bar_p99": BAR_SECONDS,
         }
         for name, seconds in rows.items()
+        if (arrived := [one for one in seconds if one < math.inf])
     }
     print(f"{'receiver':<14}{'crossings':>10}{'lost':>6}{'p50 s':>8}{'p95 s':>8}{'p99 s':>8}{'max s':>8}")
+    fine = len(result) == len(rows) and all(not row["lost"] and row["p99"] <= BAR_SECONDS for row in result.values())
     for name, row in result.items():
-        late = "" if row["p99"] <= BAR_SECONDS else "  MISSED"
+        late = "" if row["p99"] <= BAR_SECONDS and not row["lost"] else "  MISSED"
         numbers = "".join(f"{row[key]:>8.2f}" for key in ("p50", "p95", "p99", "max"))
         print(f"{name:<14}{row['crossings']:>10}{row['lost']:>6}{numbers}{late}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-    return 0 if all(row["p99"] <= BAR_SECONDS for row in result.values()) else 1
+    return 0 if fine else 1
 
 
 if __name__ == "__main__":
