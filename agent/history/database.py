@@ -1,0 +1,405 @@
+"""The SQLite file of the history: rows in, old rows out, a size that is kept, and errors that say what became of it.
+
+WAL, so that readers and the writer do not wait for each other. `synchronous = NORMAL`: what was committed outlives the
+process; a machine that loses power may lose the last commits, and nothing before them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent.history.frames import States, encode_frame
+from agent.history.tiers import (
+    CHAINS,
+    FRAME_TIERS,
+    RECORD,
+    SAMPLE_TIERS,
+    Summary,
+    Tier,
+    merge,
+    start_of,
+    summarize_sample,
+)
+from alerts.database import CORRUPT, LOCKED, DatabaseUnusable, Fault
+
+VERSION = 1
+MODE = 0o600
+MIN_BYTES = 32 * 2**20
+WAL_BYTES = 8 * 2**20  # of the size that is kept: what SQLite has beside the file
+WAL_PAGES = 1000  # 4 MiB, then its contents go into the file
+FULL_SHARE, ROOMY_SHARE = 0.9, 0.8  # of the size: begin, and end, to drop what is oldest
+MAX_CHAINS = 1024
+MARKS_KEEP_SECONDS = 30 * 86_400.0
+MAX_MARKS, MAX_LINES = 100_000, 2_000
+AHEAD_SECONDS = 120.0  # what lies farther in the future is of a clock that was wrong
+CHAINS_AT_ONCE = 20
+BUSY_SECONDS = 2.0
+SCHEMA = (
+    "CREATE TABLE pools (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
+    # `tier` is the step in seconds here and in frames; `start` is in Unix seconds, `summary` is of tiers.RECORD.
+    """CREATE TABLE samples (
+        pool INTEGER, tier INTEGER, start INTEGER, summary BLOB NOT NULL, PRIMARY KEY (pool, tier, start)
+    ) WITHOUT ROWID""",
+    # `head` is the id of the frame that its chain begins with, which is a whole one.
+    """CREATE TABLE frames (
+        id INTEGER PRIMARY KEY, pool INTEGER NOT NULL, tier INTEGER NOT NULL, time_ms INTEGER NOT NULL,
+        head INTEGER NOT NULL, incarnation TEXT NOT NULL, sequence INTEGER NOT NULL, data BLOB NOT NULL
+    )""",
+    "CREATE INDEX frames_by_time ON frames (pool, tier, time_ms)",
+    "CREATE INDEX frames_by_chain ON frames (head)",
+    "CREATE INDEX chains_by_time ON frames (time_ms) WHERE id = head",
+    """CREATE TABLE marks (
+        id INTEGER PRIMARY KEY, time_ms INTEGER NOT NULL, pool TEXT NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL,
+        detail TEXT NOT NULL
+    )""",
+    "CREATE INDEX marks_by_time ON marks (pool, time_ms)",
+    "CREATE TABLE lines (id INTEGER PRIMARY KEY, line TEXT NOT NULL)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Values of a pool at one time."""
+
+    pool: str
+    time_unix: float
+    values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """States of a pool's blocks at one time; nobody changes the array."""
+
+    pool: str
+    time_unix: float
+    incarnation: str
+    sequence: int
+    states: States
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Something that happened, or was decided, at one time. `pool` is "" where it is about the agent."""
+
+    time_unix: float
+    pool: str
+    kind: str  # "engine", "decision", "alert", ...
+    text: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the agent's log."""
+
+    text: str
+
+
+Entry = Sample | Frame | Mark | Line
+
+
+@dataclass(slots=True)
+class _Chain:
+    """The frames of one pool and tier that follow from one whole one; `states` are the last one's."""
+
+    head: int
+    began_unix: float
+    incarnation: str
+    length: int = 0
+    time_unix: float = 0.0
+    states: States = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+
+class HistoryDatabase:
+    """The file, open for writing. For one thread. Every method raises DatabaseUnusable."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self._budget = max(MIN_BYTES, max_bytes) - WAL_BYTES
+        self._pools: dict[str, int] = {}
+        self._chains: dict[tuple[int, int], _Chain] = {}
+        self._open_buckets: dict[tuple[int, int], tuple[int, Summary]] = {}
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE)
+            try:
+                self._identity = _identity(os.fstat(file))
+            finally:
+                os.close(file)
+            self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise unusable(error) from error
+        try:
+            self._prepare()
+        except (sqlite3.Error, DatabaseUnusable) as error:
+            self.close()
+            raise (error if isinstance(error, DatabaseUnusable) else unusable(error)) from error
+
+    def _prepare(self) -> None:
+        run = self._connection.execute
+        version = self._number("PRAGMA user_version")
+        if version > VERSION:
+            raise DatabaseUnusable(Fault.NEWER, f"version {version}, and this is {VERSION}")
+        if version < VERSION:
+            run("PRAGMA auto_vacuum = INCREMENTAL")  # takes hold only in a file without tables
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = NORMAL")
+        run(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
+        run(f"PRAGMA journal_size_limit = {WAL_BYTES // 2}")
+        self._page_bytes = self._number("PRAGMA page_size")
+        run(f"PRAGMA max_page_count = {self._budget // self._page_bytes}")
+        if version < VERSION:
+            run("BEGIN IMMEDIATE")
+            for statement in SCHEMA:
+                run(statement)
+            run(f"PRAGMA user_version = {VERSION}")
+            run("COMMIT")
+        self._pools = {name: id for id, name in run("SELECT id, name FROM pools")}
+        self._last_frame = self._number("SELECT coalesce(max(id), 0) FROM frames")
+
+    def write(self, entries: Iterable[Entry]) -> None:
+        """All of them or nothing."""
+        if not self._is_named():
+            raise DatabaseUnusable(Fault.REPLACED, self.path.name)
+        self._transact(lambda: self._write(entries))
+
+    def expire(self, now_unix: float) -> None:
+        """Drop what is older than its tier keeps, and what lies in the future."""
+        self._transact(lambda: self._expire(now_unix))
+
+    def shrink(self) -> int:
+        """Where the file is nearly as large as it may be, drop the oldest; returns how many chains of frames, or days
+        of samples, that were."""
+        dropped = 0
+        if self.used_bytes() <= FULL_SHARE * self._budget:
+            return dropped
+        while self.used_bytes() > ROOMY_SHARE * self._budget:
+            if not (gone := self._transact(self._drop_oldest)):
+                break
+            dropped += gone
+        if dropped and self._number("PRAGMA page_count") * self._page_bytes > self._budget:
+            # Larger than it may be now: an earlier agent had a higher limit.
+            with _translated():
+                self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+        return dropped
+
+    def used_bytes(self) -> int:
+        """Bytes of the file that hold something."""
+        pages = self._number("PRAGMA page_count") - self._number("PRAGMA freelist_count")
+        return pages * self._page_bytes
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):  # a full disk may keep the last checkpoint from being made; the WAL holds it
+            self._connection.close()
+
+    # ---- within a transaction -------------------------------------------------------------------------------------
+
+    def _write(self, entries: Iterable[Entry]) -> int:
+        touched: dict[tuple[int, int, int], Summary] = {}
+        for entry in entries:
+            if isinstance(entry, Sample):
+                self._add_sample(entry, touched)
+            elif isinstance(entry, Frame):
+                self._add_frame(entry)
+            elif isinstance(entry, Mark):
+                row = (
+                    round(entry.time_unix * 1000),
+                    entry.pool,
+                    entry.kind,
+                    entry.text,
+                    json.dumps(dict(entry.detail)),
+                )
+                self._connection.execute(
+                    "INSERT INTO marks (time_ms, pool, kind, text, detail) VALUES (?,?,?,?,?)", row
+                )
+            else:
+                self._connection.execute("INSERT INTO lines (line) VALUES (?)", (entry.text,))
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?)",
+            [(*key, summary.tobytes()) for key, summary in touched.items()],
+        )
+        for (pool, tier, start), summary in touched.items():
+            self._open_buckets[pool, tier] = (start, summary)
+        return len(touched)
+
+    def _add_sample(self, sample: Sample, touched: dict[tuple[int, int, int], Summary]) -> None:
+        """Into the bucket of each tier; what an earlier agent, or a clock that was set back, left there stays in it."""
+        pool, summary = self._pool(sample.pool), summarize_sample(sample.values)
+        for tier in SAMPLE_TIERS:
+            key = (pool, tier.step_seconds, start_of(sample.time_unix, tier))
+            if (found := touched.get(key)) is None:
+                found = self._bucket(*key)
+            touched[key] = summary if found is None else merge(found, summary)
+
+    def _bucket(self, pool: int, tier: int, start: int) -> Summary | None:
+        kept = self._open_buckets.get((pool, tier))
+        if kept is not None and kept[0] == start:
+            return kept[1]
+        query = "SELECT summary FROM samples WHERE pool = ? AND tier = ? AND start = ?"
+        row = self._connection.execute(query, (pool, tier, start)).fetchone()
+        return np.frombuffer(row[0], RECORD) if row is not None else None
+
+    def _add_frame(self, frame: Frame) -> None:
+        pool = self._pool(frame.pool)
+        for tier, longest in zip(FRAME_TIERS, CHAINS, strict=True):
+            key = (pool, tier.step_seconds)
+            chain = self._chains.get(key)
+            if chain is not None and start_of(frame.time_unix, tier) == start_of(chain.time_unix, tier):
+                continue
+            self._last_frame += 1
+            before = None
+            if chain is not None and _goes_on(chain, frame, tier, longest):
+                before = chain.states
+            else:
+                chain = _Chain(self._last_frame, frame.time_unix, frame.incarnation)
+            chain.length, chain.time_unix, chain.states = chain.length + 1, frame.time_unix, frame.states
+            self._chains.pop(key, None)
+            self._chains[key] = chain  # the last one, so that those of pools that are gone come first
+            self._connection.execute(
+                "INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    self._last_frame,
+                    *key,
+                    round(frame.time_unix * 1000),
+                    chain.head,
+                    frame.incarnation,
+                    frame.sequence,
+                    encode_frame(frame.states, before),
+                ),
+            )
+        while len(self._chains) > MAX_CHAINS:
+            del self._chains[next(iter(self._chains))]
+
+    def _pool(self, name: str) -> int:
+        if (id := self._pools.get(name)) is None:
+            id = self._connection.execute("INSERT INTO pools (name) VALUES (?)", (name,)).lastrowid or 0
+            self._pools[name] = id
+        return id
+
+    def _expire(self, now_unix: float) -> int:
+        run, before = self._connection.execute, self._connection.total_changes
+        for tier in SAMPLE_TIERS:
+            oldest, newest = now_unix - tier.keep_seconds - tier.step_seconds, now_unix + AHEAD_SECONDS
+            for pool in self._pools.values():
+                gone = (pool, tier.step_seconds)
+                run("DELETE FROM samples WHERE pool = ? AND tier = ? AND start < ?", (*gone, oldest))
+                run("DELETE FROM samples WHERE pool = ? AND tier = ? AND start > ?", (*gone, newest))
+        for tier, longest in zip(FRAME_TIERS, CHAINS, strict=True):
+            # A chain goes as a whole, once its last frame is as old as its first one may be.
+            oldest = now_unix - tier.keep_seconds - longest * tier.step_seconds
+            newest = now_unix + AHEAD_SECONDS
+            chains = run(
+                "SELECT id FROM frames WHERE id = head AND tier = ? AND (time_ms < ? OR time_ms > ?)",
+                (tier.step_seconds, oldest * 1000, newest * 1000),
+            )
+            self._drop_chains(id for (id,) in chains.fetchall())
+        oldest, newest = now_unix - MARKS_KEEP_SECONDS, now_unix + AHEAD_SECONDS
+        run("DELETE FROM marks WHERE time_ms < ? OR time_ms > ?", (oldest * 1000, newest * 1000))
+        run("DELETE FROM marks WHERE id <= (SELECT max(id) FROM marks) - ?", (MAX_MARKS,))
+        run("DELETE FROM lines WHERE id <= (SELECT max(id) FROM lines) - ?", (MAX_LINES,))
+        for name, pool in list(self._pools.items()):
+            held = (
+                "SELECT EXISTS (SELECT 1 FROM samples WHERE pool = ?) OR EXISTS (SELECT 1 FROM frames WHERE pool = ?)"
+            )
+            if not run(held, (pool, pool)).fetchone()[0]:
+                run("DELETE FROM pools WHERE id = ?", (pool,))
+                self._forget(name)
+        return self._connection.total_changes - before
+
+    def _drop_oldest(self) -> int:
+        """Frames first: they take most of the room, and the numbers say more of what is long past."""
+        run = self._connection.execute
+        chains = run("SELECT id FROM frames WHERE id = head ORDER BY time_ms LIMIT ?", (CHAINS_AT_ONCE,)).fetchall()
+        if chains:
+            self._drop_chains(id for (id,) in chains)
+            return len(chains)
+        first = run("SELECT min(start) FROM samples").fetchone()[0]
+        if first is None:
+            return 0
+        run("DELETE FROM samples WHERE start < ?", (first + 86_400,))
+        self._open_buckets.clear()
+        return 1
+
+    def _drop_chains(self, heads: Iterable[int]) -> None:
+        gone = set(heads)
+        self._connection.executemany("DELETE FROM frames WHERE head = ?", [(head,) for head in gone])
+        for key in [key for key, chain in self._chains.items() if chain.head in gone]:
+            del self._chains[key]
+
+    # ---- the rest -------------------------------------------------------------------------------------------------
+
+    def _transact(self, work: Callable[[], int]) -> int:
+        run = self._connection.execute
+        try:
+            run("BEGIN IMMEDIATE")
+            done = work()
+            run("COMMIT")
+        except (sqlite3.Error, ValueError) as error:  # ValueError: among others, a text that is no Unicode
+            with suppress(sqlite3.Error):  # SQLite may have rolled it back already
+                run("ROLLBACK")
+            self._chains.clear()  # what they and the buckets tell of may not have been kept
+            self._open_buckets.clear()
+            with _translated():
+                self._pools = {name: id for id, name in run("SELECT id, name FROM pools")}
+                self._last_frame = self._number("SELECT coalesce(max(id), 0) FROM frames")
+            raise unusable(error) from error
+        return done
+
+    def _forget(self, name: str) -> None:
+        pool = self._pools.pop(name)
+        for kept in (self._chains, self._open_buckets):
+            for key in [key for key in kept if key[0] == pool]:
+                del kept[key]
+
+    def _number(self, query: str) -> int:
+        with _translated():
+            return int(self._connection.execute(query).fetchone()[0])
+
+    def _is_named(self) -> bool:
+        """Is our file still the one under that name? SQLite would go on writing to one that nobody finds again."""
+        try:
+            return _identity(os.stat(self.path)) == self._identity
+        except OSError:
+            return False
+
+
+def _goes_on(chain: _Chain, frame: Frame, tier: Tier, longest: int) -> bool:
+    """May the frame say only what changed? Not in an endless chain, nor where the clock was set back."""
+    return (
+        chain.length < longest
+        and chain.time_unix < frame.time_unix < chain.began_unix + longest * tier.step_seconds
+        and chain.incarnation == frame.incarnation
+        and chain.states.size == frame.states.size
+    )
+
+
+class _translated:  # noqa: N801 - reads as a word
+    """Turns SQLite's errors into DatabaseUnusable."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, sqlite3.Error):
+            raise unusable(error) from error
+
+
+def unusable(error: Exception) -> DatabaseUnusable:
+    """What SQLite, or the system, said, as what is wrong with the file."""
+    if isinstance(error, OSError):
+        return DatabaseUnusable(Fault.UNWRITABLE, error.strerror or type(error).__name__)
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary one; extended codes stand above it
+    fault = Fault.CORRUPT if code in CORRUPT else Fault.LOCKED if code in LOCKED else Fault.UNWRITABLE
+    return DatabaseUnusable(fault, str(error))
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
