@@ -25,11 +25,13 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 class LifecycleSettings:
     """`most_elapsed_seconds`: what lies between two evaluations counts at most for so long, since nobody looked.
 
-    `absent_seconds`: an alert whose source is not read for so long is over.
+    `absent_seconds`: an alert whose source is not read for so long is over. `unknown_seconds`: so is one whose number is
+    not known for so long, though its source is read.
     """
 
     most_elapsed_seconds: float = 10.0
     absent_seconds: float = 900.0
+    unknown_seconds: float = 86_400.0
     runbook_base: str = ""  # in front of "#section"
 
 
@@ -84,9 +86,8 @@ class _Evaluation:
         self._end_of_rules()
         open_by_key = {(one.alert.rule, _key(one.alert.labels)): one.fingerprint for one in self._states.values()}
         seen: set[_Key] = set()
-        read: set[str] = set()
+        judged: set[str] = set()
         for reading in readings:
-            read.add(reading.source)
             plain = _key(reading.labels)
             for rule in self._rules:
                 labels = {**reading.labels, **rule.labels} if rule.labels else reading.labels
@@ -100,10 +101,11 @@ class _Evaluation:
                 if fingerprint_open is None:
                     self._closed(rule, reading, labels)
                 else:
+                    judged.add(fingerprint_open)
                     self._open(self._states[fingerprint_open], rule, reading)
-        for state in list(self._states.values()):
-            if state.source not in read:
-                self._absent(state)
+        for fingerprint_open in open_by_key.values():
+            if fingerprint_open not in judged:  # its source is gone, or calls itself by other labels now
+                self._silent(self._states[fingerprint_open], NOTHING_READ, self._settings.absent_seconds)
         return Step(tuple(self._changes), MappingProxyType(self._states), frozenset(self._touched()))
 
     def _touched(self) -> Iterator[str]:
@@ -137,7 +139,6 @@ class _Evaluation:
         self._pending(state, rule, Verdict.CROSSED)
 
     def _open(self, state: AlertState, rule: Rule, reading: Reading) -> None:
-        state = replace(state, absent_seconds=0.0, quiet_seconds=state.quiet_seconds + self._elapsed)
         if reading.incarnation != state.incarnation:
             state = replace(state, incarnation=reading.incarnation, clear_seconds=None)
             if state.phase is Phase.PENDING:
@@ -147,8 +148,9 @@ class _Evaluation:
             if reading.void:
                 self._end(state, state.alert, reading.void)
             else:
-                self._states[state.fingerprint] = replace(state, held=reading.unknown or "its number is not known")
+                self._silent(state, reading.unknown or "its number is not known", self._settings.unknown_seconds)
             return
+        state = replace(state, absent_seconds=0.0, quiet_seconds=state.quiet_seconds + self._elapsed)
         # What passed while nothing was known counts neither for the one nor for the other.
         elapsed = 0.0 if state.held else self._elapsed
         alert = self._alert(rule, reading, state.alert.labels, state.alert)
@@ -180,15 +182,14 @@ class _Evaluation:
         else:
             self._tell(state, rule)
 
-    def _absent(self, state: AlertState) -> None:
-        absent = state.absent_seconds + self._elapsed
-        if absent >= self._settings.absent_seconds:
-            self._end(state, state.alert, f"{NOTHING_READ} for {tell_seconds(absent)}, so nothing is known of it")
+    def _silent(self, state: AlertState, why: str, limit_seconds: float) -> None:
+        """Nothing is known of it now: hold it as it is, but not for ever."""
+        silent = state.absent_seconds + self._elapsed
+        if silent >= limit_seconds:
+            self._end(state, state.alert, f"{why}, and nothing is known of it for {tell_seconds(silent)}")
         else:
             quiet = state.quiet_seconds + self._elapsed
-            self._states[state.fingerprint] = replace(
-                state, absent_seconds=absent, quiet_seconds=quiet, held=NOTHING_READ
-            )
+            self._states[state.fingerprint] = replace(state, absent_seconds=silent, quiet_seconds=quiet, held=why)
 
     # What is told
 

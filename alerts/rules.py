@@ -92,9 +92,10 @@ class Rule:
 
     @property
     def condition(self) -> str:
-        """A digest of what decides when it fires; its texts and its severity are not in it."""
+        """A digest of what decides when it fires and which alert that is; its texts and its severity are not in it."""
         bounds = [(bound.number, bound.above, bound.value) for bound in (self.enter, *self.when)]
-        text = json.dumps([bounds, self.exit, self.for_seconds, self.keep_firing_seconds])
+        labels = sorted(self.labels.items())
+        text = json.dumps([bounds, self.exit, self.for_seconds, self.keep_firing_seconds, labels])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def judge(self, reading: Reading) -> Verdict:

@@ -35,7 +35,7 @@ class AlertState:
     true_seconds: float = 0.0  # for how long the threshold has been crossed: the rule's `for`
     clear_seconds: float | None = None  # for how long it has not been any more: `keep_firing_for`; None: it still is
     quiet_seconds: float = 0.0  # since it was told last: the repeat interval
-    absent_seconds: float = 0.0  # for how long there has been no reading of its source at all
+    absent_seconds: float = 0.0  # for how long nothing has been known of it
 
     @property
     def fingerprint(self) -> str:

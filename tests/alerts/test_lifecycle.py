@@ -244,7 +244,7 @@ def test_a_source_that_is_not_read_any_more_is_over_in_the_end() -> None:
     world.see(0.5)
     steps = [world.step() for _ in range(5)]
     assert [kinds(step) for step in steps] == [[], [], [], [], RESOLVED]
-    assert "nothing is read" in steps[-1].changes[0].reason
+    assert steps[-1].changes[0].reason == "nothing is read of it, and nothing is known of it for 5 s"
     assert world.lifecycle.states == {}
 
 
@@ -263,6 +263,27 @@ def test_an_engine_that_vanished_while_the_agent_was_down_is_over_with_a_reason(
     world.restart()
     steps = [world.step(seconds=1.0) for _ in range(6)]
     assert [kind for step in steps for kind in kinds(step)] == RESOLVED
+
+
+def test_a_source_that_calls_itself_otherwise_is_another_one() -> None:
+    """An engine of the same name that serves another model: the alert of the former is over, if only after a time."""
+    world = World(absent_seconds=5.0)
+    world.see(0.5)
+    other = a_reading(0.5, labels={**LABELS, "pool": "other"})
+    assert kinds(world.step(other)) == FIRED
+    assert [kind for _ in range(5) for kind in kinds(world.step(other))] == RESOLVED
+    assert world.state.alert.labels["pool"] == "other"
+
+
+def test_a_number_that_is_never_known_again_does_not_hold_its_alert_for_ever() -> None:
+    world = World(unknown_seconds=5.0)
+    world.see(0.5)
+    assert [world.see(None) for _ in range(5)] == [[], [], [], [], RESOLVED]
+    world.see(0.5)
+    for _ in range(4):
+        world.see(None)
+    assert world.see(0.5) == []
+    assert [world.see(None) for _ in range(4)] == [[]] * 4
 
 
 def test_of_two_sources_that_call_themselves_the_same_the_first_is_meant() -> None:
@@ -310,6 +331,13 @@ def test_a_rule_that_is_changed_ends_the_old_alert_and_judges_anew() -> None:
     assert kinds(step) == [ChangeKind.RESOLVED, ChangeKind.FIRED]
     assert step.changes[0].reason == "the rule full was changed"
     assert step.changes[0].alert.episode != step.changes[1].alert.episode
+
+
+def test_a_rule_that_has_other_labels_is_another_alert() -> None:
+    world = World()
+    world.see(0.5)
+    world.restart(a_rule(labels={"team": "inference"}))
+    assert kinds(world.step(a_reading(0.5))) == [ChangeKind.RESOLVED, ChangeKind.FIRED]
 
 
 def test_a_rule_that_only_says_it_differently_goes_on() -> None:
