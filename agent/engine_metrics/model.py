@@ -10,6 +10,14 @@ from agent.engine_metrics.names import EngineKind, Quantity
 from agent.engine_metrics.sources import MetricsSource
 
 Values = Mapping[Quantity, float]  # what is not exported, or not believable, is absent
+FROZEN_SECONDS = 15.0  # an engine that runs requests and changes nothing for so long
+STALE_SECONDS = 30.0  # numbers that are older are no longer exported: what is gone is absent
+MISSED = 3  # readings; where these take longer than the seconds above, they count
+
+
+def frozen_after(interval_seconds: float) -> float:
+    """How long nothing may change while requests run, at that time between readings."""
+    return max(FROZEN_SECONDS, MISSED * interval_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,12 @@ class EngineMetricsView:
     sources: tuple[SourceReading, ...] = ()
     by_pool: Mapping[str, JoinedReading] = field(default_factory=lambda: MappingProxyType({}))
     unmapped: tuple[UnmappedEngine, ...] = ()
+    interval_seconds: float = 5.0  # between two readings of one address
+
+    @property
+    def stale_seconds(self) -> float:
+        """Older numbers are no longer exported."""
+        return max(STALE_SECONDS, MISSED * self.interval_seconds)
 
     def disagreement_ratio(self, pool_id: str) -> float | None:
         """0 where map and metrics agree, up to 1; None where they cannot be compared. For rules on named numbers."""

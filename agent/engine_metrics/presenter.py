@@ -16,11 +16,10 @@ from agent.engine_metrics.model import (
     SourceReading,
     UnmappedEngine,
     Values,
+    frozen_after,
 )
 from agent.engine_metrics.names import MEANINGS, Quantity
-from agent.engine_metrics.scraper import FROZEN_SECONDS
 
-STALE_SECONDS = 30.0  # numbers that are older are no longer exported: what is gone is absent
 _LABELS = ("engine_id", "model", "rank", "kind", "source", "block_map")
 _EXPORTED = {
     Quantity.KV_USAGE: ("engine_reported_kv_usage_ratio", "Share of the KV cache in use, as the engine reports it."),
@@ -81,13 +80,13 @@ def describe_comparison(made: Comparison) -> wire.MetricsComparison:
     )
 
 
-def describe_unmapped(engine: UnmappedEngine, now_unix: float) -> wire.UnmappedEngine:
+def describe_unmapped(engine: UnmappedEngine, now_unix: float, interval_seconds: float) -> wire.UnmappedEngine:
     """An engine without a block map."""
     reading, frozen = engine.reading, engine.reading.frozen_seconds(engine.engine, now_unix)
     state, reason = "live", ""
     if not reading.up:
         state, reason = "unreachable", f"its metrics cannot be read: {reading.fault}"
-    elif frozen > FROZEN_SECONDS:
+    elif frozen > frozen_after(interval_seconds):
         state = "frozen"
         reason = f"it reports running requests, and nothing in its metrics has changed for {frozen:.0f} s"
     ranks = engine.engine.ranks
@@ -168,7 +167,7 @@ def _reported(view: EngineMetricsView, now_unix: float, prefix: str) -> Iterator
     rows: dict[tuple[str, ...], Values] = {}
     for engine_id, has_map, reading, engine, rank in _ranks(view):
         age = reading.age_seconds(now_unix)
-        if age is not None and age <= STALE_SECONDS:
+        if age is not None and age <= view.stale_seconds:
             number = "" if rank.rank is None else f"dp{rank.rank}"
             source = reading.source.name
             rows[engine_id, engine.model, number, engine.kind, source, "true" if has_map else "false"] = rank.values

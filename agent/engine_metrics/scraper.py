@@ -18,12 +18,14 @@ from agent.engine_metrics.exposition import NotMetrics
 from agent.engine_metrics.fetch import Fetch, NoAnswer, fetch
 from agent.engine_metrics.joining import Match, join
 from agent.engine_metrics.model import (
+    MISSED,
     Answer,
     Comparison,
     EngineMetricsView,
     EngineReading,
     JoinedReading,
     SourceReading,
+    frozen_after,
 )
 from agent.engine_metrics.sources import MetricsSource
 from agent.engine_metrics.writers import WriterWatch
@@ -31,7 +33,6 @@ from agent.log import EventLog
 from agent.sampling.crew import Crew
 from agent.sampling.model import AgentView, Clock, PoolSample
 
-FROZEN_SECONDS = 15.0  # an engine that runs requests and changes nothing for so long
 POINTS_SECONDS = 60.0  # of the maps, that are kept to compare with
 MOST_AT_ONCE = 16
 PATIENT_FAILURES = 3  # an engine that starts has its map before it answers
@@ -44,7 +45,7 @@ class ScraperSettings:
 
     interval_seconds: float = 5.0  # between two questions to one address
     most_backoff_seconds: float = 30.0  # where it gives no answer
-    keep_seconds: float = 300.0  # that the last good answer is shown
+    keep_seconds: float = 300.0  # that the last good answer is shown, or MISSED intervals where those are longer
     map_interval_seconds: float = 1.0  # between samples of the maps
 
 
@@ -159,7 +160,7 @@ class MetricsScraper:
             )
             for match in matches
         }
-        self._view = EngineMetricsView(readings, MappingProxyType(joined), unmapped)
+        self._view = EngineMetricsView(readings, MappingProxyType(joined), unmapped, self.settings.interval_seconds)
         return self._view
 
     # Asking
@@ -218,7 +219,8 @@ class MetricsScraper:
     def _aged(self, reading: SourceReading, now_unix: float) -> SourceReading:
         """Without what was last said too long ago."""
         age = reading.age_seconds(now_unix)
-        return replace(reading, engines=()) if age is not None and age > self.settings.keep_seconds else reading
+        keep = max(self.settings.keep_seconds, MISSED * self.settings.interval_seconds)
+        return replace(reading, engines=()) if age is not None and age > keep else reading
 
     # Comparing
 
@@ -252,7 +254,7 @@ class MetricsScraper:
                     )  # fmt: skip
         made_so_far = pair.comparison or Comparison(match.pool_id)
         frozen = reading.frozen_seconds(match.engine, now_unix)
-        if made_so_far.disagrees and frozen > FROZEN_SECONDS:
+        if made_so_far.disagrees and frozen > frozen_after(self.settings.interval_seconds):
             return replace(
                 made_so_far, reason=f"{made_so_far.reason}; nothing in its metrics has changed for {frozen:.0f} s"
             )

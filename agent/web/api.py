@@ -195,7 +195,8 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
             writes_enabled=context.guard.enabled,
             engine_metrics=metrics_presenter.describe_sources(context.engine_metrics(), now),
         )
-        unmapped = [metrics_presenter.describe_unmapped(one, now) for one in context.engine_metrics().unmapped]
+        read = context.engine_metrics()
+        unmapped = [metrics_presenter.describe_unmapped(one, now, read.interval_seconds) for one in read.unmapped]
         return json_response(wire.EngineList(now_unix=now, agent=status, engines=summaries, unmapped=unmapped))
 
     @app.get("/v1/engines/{id}", response_model=wire.EngineSummary | wire.UnmappedEngine, tags=["engines"])
@@ -203,7 +204,8 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
         """One pool; or an engine that is known from its metrics alone, which has `block_map` false."""
         now, unmapped = context.clock.wall(), _unmapped(context, id)
         if unmapped is not None:
-            return json_response(metrics_presenter.describe_unmapped(unmapped, now))
+            every = context.engine_metrics().interval_seconds
+            return json_response(metrics_presenter.describe_unmapped(unmapped, now, every))
         return json_response(_summary(context, sample(id), now))
 
     @app.get("/v1/engines/{id}/map", response_model=wire.MapCells, tags=["engines"])

@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent.engine_metrics.exposition import parse_exposition
 from agent.engine_metrics.fetch import NoAnswer
-from agent.engine_metrics.model import Answer, EngineMetricsView
+from agent.engine_metrics.model import FROZEN_SECONDS, STALE_SECONDS, Answer, EngineMetricsView
 from agent.engine_metrics.names import Quantity
-from agent.engine_metrics.presenter import STALE_SECONDS, describe_unmapped, metric_families
-from agent.engine_metrics.scraper import FROZEN_SECONDS, MetricsScraper, ScraperSettings
+from agent.engine_metrics.presenter import describe_unmapped, metric_families
+from agent.engine_metrics.scraper import MetricsScraper, ScraperSettings
 from agent.engine_metrics.sources import MetricsSource, parse_sources
 from agent.engine_metrics.writers import WriterWatch
 from agent.exporter import LABELS, PREFIX, Exporter
@@ -84,7 +84,7 @@ def test_a_failure_keeps_the_last_good_answer_with_its_age() -> None:
     assert second.up
     assert bench.asked.count("b:1") == 13
     assert bench.asked.count("a:1") == 7  # at first every 5 s, then after 10 and 20
-    state = describe_unmapped(view.unmapped[0], bench.now)
+    state = describe_unmapped(view.unmapped[0], bench.now, view.interval_seconds)
     assert (state.state, state.reason) == ("unreachable", "its metrics cannot be read: HTTP 500")
     bench.say["a:1"] = lambda: vllm(running=8)
     for _ in range(30):
@@ -131,6 +131,15 @@ def test_old_numbers_leave_our_metrics_and_later_the_api() -> None:
     assert not bench.scraper.view.unmapped
 
 
+def test_a_long_time_between_readings_makes_nothing_stale() -> None:
+    bench = Bench("http://a:1", interval_seconds=120.0)
+    bench.say = {"a:1": lambda: vllm(running=2)}
+    bench.second()
+    view = bench.second(119.0)
+    assert ("kvatlas_engine_reported_running_requests", 2.0) in exported(bench)
+    assert describe_unmapped(view.unmapped[0], bench.now, view.interval_seconds).state == "live"
+
+
 def exported(bench: Bench) -> set[tuple[str, float]]:
     """Our own metrics, by name and value."""
     clock = Clock(wall=lambda: bench.now, monotonic=lambda: bench.now)
@@ -145,21 +154,23 @@ def exported(bench: Bench) -> set[tuple[str, float]]:
 
 def test_requests_that_run_while_nothing_changes_are_frozen_gauges() -> None:
     bench = Bench("http://a:1", interval_seconds=1.0)
-    bench.say = {"a:1": lambda: vllm(running=0)}
+    bench.say = {"a:1": lambda: vllm(running=0)}  # idle, which is no fault
     for _ in range(int(FROZEN_SECONDS) + 5):
         view = bench.second()
-    assert describe_unmapped(view.unmapped[0], bench.now).state == "live"  # idle, which is no fault
+    assert (
+        describe_unmapped(view.unmapped[0], bench.now, view.interval_seconds).state == "live"
+    )  # idle, which is no fault
     bench.say = {"a:1": lambda: vllm(running=2)}
     for _ in range(int(FROZEN_SECONDS) + 5):
         view = bench.second()
-    state = describe_unmapped(view.unmapped[0], bench.now)
+    state = describe_unmapped(view.unmapped[0], bench.now, view.interval_seconds)
     assert state.state == "frozen"
     assert "nothing in its metrics has changed for" in state.reason
     counter = iter(range(100, 1000))
     bench.say = {"a:1": lambda: vllm(running=2, tokens=next(counter))}
     for _ in range(3):
         view = bench.second()
-    assert describe_unmapped(view.unmapped[0], bench.now).state == "live"
+    assert describe_unmapped(view.unmapped[0], bench.now, view.interval_seconds).state == "live"
 
 
 @pytest.mark.parametrize(
