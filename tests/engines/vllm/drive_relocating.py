@@ -30,6 +30,7 @@ from drive_in_process import LOG, WORK, Engine, ahead_of_output  # type: ignore[
 from pool_truth import Truth, faults_of_the_pool  # type: ignore[import-not-found]
 
 from engine_shim.adapters.vllm import block_copies, contents, placement, relocator
+from engine_shim.adapters.vllm.allocation import relocation_refusal
 from engine_shim.control.messages import RelocationRequest, StatusRequest, encode_request
 from engine_shim.control.peer import socket_address, socket_path
 
@@ -247,6 +248,39 @@ def two_in_flight() -> dict[str, Any]:
         return {setting: served(setting, SHORT, **SIZES["full"]) for setting in ("stock", "relocating")}
 
 
+def told() -> dict[str, Any]:
+    """What vLLM tells others of its blocks: KV events in order, and the residency metrics of every block."""
+    reports: dict[str, Any] = {}
+    for setting in ("stock", "relocating"):
+        events: list[Any] = []
+        collectors: list[Any] = []
+
+        def listen(watch: Watch, events: list[Any] = events, collectors: list[Any] = collectors) -> None:
+            stock = watch.pool.take_events
+
+            def take_events() -> Any:
+                taken = stock()
+                events.extend((type(event).__name__, [str(one) for one in event.block_hashes]) for event in taken)
+                return taken
+
+            watch.pool.take_events = take_events
+            collectors.append(watch.pool.metrics_collector)
+            collectors[0].drain_events = list  # kept, to be counted at the end
+
+        report = served(
+            setting, SHORT, prepare=listen, kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+            kv_cache_metrics=True, kv_cache_metrics_sample=1.0, **SIZES["full"],
+        )  # fmt: skip
+        samples = collectors[0]._eviction_events
+        reports[setting] = report | {
+            "events": digest(events),
+            "removals": sum(kind == "BlockRemoved" for kind, _ in events),
+            "sampled": len(samples),
+            "gaps": [len(sample.reuse_gaps_seconds) for sample in samples],
+        }
+    return reports
+
+
 def bounded() -> dict[str, Any]:
     """At most 1 MiB, 8 blocks of the tiny model, are copied with a step."""
     os.environ["KVATLAS_VLLM_RELOCATION_MIB"] = "1"
@@ -398,6 +432,17 @@ def refused() -> dict[str, Any]:
                 engine.add(f"more{time.monotonic_ns()}", list(range(3, 90)), 8)
             engine.step()
         engine.drain()
+    config = engine.scheduler.vllm_config
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    for name, owner, attribute, value in (
+        ("HiSparse", config.attention_config, "hisparse_config", object()),
+        ("another pool", pool, "__class__", type("HostPool", (type(pool),), {})),
+        ("another device", config.device_config, "device_type", "tpu"),
+        ("another scheduler", engine.scheduler, "__class__", type("S", (type(engine.scheduler),), {})),
+    ):
+        with replaced(owner, attribute, value):
+            reports[name] = relocation_refusal(engine.scheduler)
+    reports["nothing"] = relocation_refusal(engine.scheduler)
     os.environ[SETTING] = "sideways"
     engine = Engine()
     assert engine.attachment is not None
@@ -472,7 +517,7 @@ def _losing(promised: Callable[[Any], None]) -> Callable[..., None]:
 def main() -> None:
     chosen = sys.argv[2:]
     results: dict[str, Any] = {}
-    for variant in (compared, two_in_flight, bounded, switched, copied_twice, refused, broken, restored):
+    for variant in (compared, two_in_flight, told, bounded, switched, copied_twice, refused, broken, restored):
         if not chosen or variant.__name__ in chosen:
             began = time.monotonic()
             results[variant.__name__] = variant()

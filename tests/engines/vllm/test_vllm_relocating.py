@@ -79,6 +79,17 @@ def test_with_two_batches_in_flight(relocating: Report) -> None:
     assert reports["relocating"]["copies"] > 500
 
 
+def test_kv_events_and_residency_metrics_are_those_of_stock_vllm(relocating: Report) -> None:
+    stock, ours = relocating["told"]["stock"], relocating["told"]["relocating"]
+    assert same(stock, ours) == []
+    assert ours["copies"] > 500
+    assert ours["events"] == stock["events"]
+    assert ours["removals"] == ours["evictions"]
+    assert ours["sampled"] == stock["sampled"]
+    assert ours["gaps"] == stock["gaps"]
+    assert sum(ours["gaps"]) > 0
+
+
 def test_the_copies_of_a_step_are_bounded(relocating: Report) -> None:
     bounded = relocating["bounded"]
     assert same(bounded["stock"], bounded) == []
@@ -111,6 +122,10 @@ def test_what_it_cannot_work_with_is_refused_with_the_reason(relocating: Report)
     assert "zeroed" in line
     assert not zeroing["on"]
     assert "zeroed" in zeroing["reason"]
+    for name, word in (("HiSparse", "HiSparse"), ("another pool", "HostPool"), ("another device", "tpu"),
+                       ("another scheduler", "scheduler")):  # fmt: skip
+        assert word in relocating["refused"][name]
+    assert relocating["refused"]["nothing"] == ""
     unknown = relocating["refused"]["unknown"]
     assert not unknown["relocator"]
     (line,) = said(unknown)
