@@ -35,7 +35,9 @@ ROUNDING = 0.005  # by which a share may exceed 1
 MAX_ENGINES = 64  # in one answer
 MAX_NOTES = 8
 MAX_LINES = 20_000  # of the table's names, which take the parser 0.2 s; 64 engines of a hundred processes have fewer
-_WANTED = frozenset(name.sample for name in NAMES) | {WRITER_SAMPLE}
+_FIELDS = tuple(name for name in NAMES if name.kind == "ollama")
+_SAMPLES = tuple(name for name in NAMES if name.kind != "ollama")
+_WANTED = frozenset(name.sample for name in _SAMPLES) | {WRITER_SAMPLE}
 _NOT_TOLD = ("", "None", "none", "null")
 
 _Key = tuple[EngineKind, str, int | None]  # kind, model, rank
@@ -76,14 +78,10 @@ def parse_ollama(text: str) -> Answer:
         found: dict[_Key, dict[Quantity, float]] = {}
         for model in listed:
             values: dict[Quantity, float] = {}
-            for field, quantity in (
-                ("size", Quantity.MEMORY_BYTES),
-                ("size_vram", Quantity.GPU_MEMORY_BYTES),
-                ("context_length", Quantity.CONTEXT_TOKENS),
-            ):
-                value = model.get(field)
+            for name in _FIELDS:
+                value = model.get(name.sample)
                 if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-                    values[quantity] = float(value)
+                    values[name.quantity] = float(value)
             found["ollama", str(model.get("name") or model["model"]), None] = values
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise NotMetrics("the answer is not Ollama's list of loaded models") from error
@@ -101,7 +99,7 @@ def _wanted_lines(text: str) -> Iterator[str]:
 def _keys(samples: _Samples) -> list[_Key]:
     """Every engine and rank that a name of its own speaks of; properties alone, without a gauge, make none."""
     keys: dict[_Key, None] = {}
-    for name in NAMES:
+    for name in _SAMPLES:
         if not name.label:
             for one in samples.get(name.sample, ()):
                 keys[name.kind, _model(one), _rank(one)] = None
@@ -113,7 +111,7 @@ def _keys(samples: _Samples) -> list[_Key]:
 
 def _values(key: _Key, samples: _Samples, notes: list[str]) -> dict[Quantity, float]:
     values: dict[Quantity, float] = {}
-    for name in NAMES:
+    for name in _SAMPLES:
         if name.kind == key[0] and name.quantity not in values:
             value = _value(name, key, samples.get(name.sample, ()), notes)
             if value is not None:
@@ -132,7 +130,6 @@ def _value(name: Name, key: _Key, samples: Sequence[Sample], notes: list[str]) -
         value = _number(one.labels.get(name.label)) if name.label else one.value
         if value is None:
             continue
-        value *= name.scale
         if wrong := _why_wrong(name, value):
             _note(notes, f"{name.sample} is {value:g}, which is {wrong}: left out")
             continue

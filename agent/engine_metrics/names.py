@@ -85,16 +85,16 @@ MEANINGS: Mapping[Quantity, Meaning] = {
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One name of a sample, as it stands in the text. Its value is the quantity, or a label of it is.
+    """One name of a sample, as it stands in the text; its value is the quantity, or a label of it is. Of Ollama, whose
+    list is JSON, the name of a field.
 
-    The names say "perc" and mean shares of 0 to 1 nearly everywhere; `scale` is what the value is multiplied by.
+    Names that say "perc" mean shares of 0 to 1 all the same.
     """
 
     kind: EngineKind
     sample: str
     quantity: Quantity
     label: str = ""  # the number stands in this label
-    scale: float = 1.0
     since: str = ""  # the engine's versions that export it
 
 
@@ -136,6 +136,10 @@ NAMES: tuple[Name, ...] = (
     Name("lmdeploy", "lmdeploy:num_requests_waiting", Quantity.WAITING),
     Name("lmdeploy", "lmdeploy:prompt_tokens_total", Quantity.PROMPT_TOKENS),
     Name("lmdeploy", "lmdeploy:generation_tokens_total", Quantity.GENERATION_TOKENS),
+    # Nothing of its KV cache: what it tells is the memory of a loaded model, its cache included.
+    Name("ollama", "size", Quantity.MEMORY_BYTES),
+    Name("ollama", "size_vram", Quantity.GPU_MEMORY_BYTES),
+    Name("ollama", "context_length", Quantity.CONTEXT_TOKENS),
 )
 
 MODEL_LABELS = ("model_name",)

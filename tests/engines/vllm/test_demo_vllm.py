@@ -33,7 +33,7 @@ def smollm2(repository_root: Path, vllm_python: Path) -> Path:
 def demo(tmp_path: Path, vllm_python: Path, smollm2: Path) -> Iterator[Demo]:
     """One demo on a small pool. Without a dashboard, which the other demo's tests start."""
     flags = ["--python", str(vllm_python), "--model", str(smollm2), "--blocks", str(BLOCKS), "--no-dashboard"]
-    started = Demo(tmp_path, *flags, "--seconds", "12", "--json", command="demo-vllm")
+    started = Demo(tmp_path, *flags, "--seconds", "10", "--json", command="demo-vllm")
     yield started
     started.process.kill()
     started.process.communicate()
