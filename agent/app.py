@@ -27,6 +27,8 @@ from agent.engine_metrics.presenter import metric_families
 from agent.engine_metrics.scraper import MetricsScraper, ScraperSettings
 from agent.exporter import LABELS, PREFIX, Exporter
 from agent.history import MemoryHistory
+from agent.history.families import history_families
+from agent.history.keeper import HistoryKeeper
 from agent.log import EventLog, configure_logging
 from agent.sampling.model import Clock
 from agent.sampling.sampler import Sampler
@@ -55,7 +57,11 @@ def run_agent(settings: AgentSettings) -> None:
     address = _name(listener)
     guard = WriteGuard(token=token, listens_on_loopback=is_loopback(settings.address[0]))
     clock = Clock()
-    history = MemoryHistory(seconds=settings.history_seconds, interval_seconds=settings.interval_seconds)
+    memory = MemoryHistory(seconds=settings.history_seconds, interval_seconds=settings.interval_seconds)
+    keeper = None
+    if settings.state_dir is not None:
+        keeper = HistoryKeeper(settings.state_dir, settings.state_max_mib * 2**20, memory, clock)
+    history = keeper.history if keeper is not None else memory
     environment = {"KVATLAS_DIR": settings.dir} if settings.dir else None
     sampler = Sampler(
         lambda: map_folders(environment) if environment else map_folders(),
@@ -64,7 +70,7 @@ def run_agent(settings: AgentSettings) -> None:
         settings=replace(settings.sampler(), max_open=shares.maps),
         clock=clock,
     )
-    audit = AuditLog(settings.audit_log)
+    audit = AuditLog(settings.audit_log, listener=keeper.note_decision if keeper is not None else lambda entry: None)
     driver = CompactionDriver(settings.compaction_driver(), audit, clock=clock)
     sampler.subscribe(lambda: driver.notice(sampler.view))
     scraper = MetricsScraper(
@@ -76,6 +82,10 @@ def run_agent(settings: AgentSettings) -> None:
     sampler.subscribe(scraper.notice)
     alerting = Alerting.from_settings(settings, driver, address, clock, lambda: scraper.view)
     sampler.subscribe(lambda: alerting.notice(sampler.view))
+    if keeper is not None:
+        recorder = keeper.recorder
+        sampler.subscribe(lambda: recorder.notice(sampler.view))
+        sampler.subscribe(lambda: recorder.notice_alerts(alerting.evaluator.standing, sampler.view.taken_unix))
     monitor = DeviceMonitor(lambda: sampler.view, settings.device_monitor(), clock=clock)
     exporter = Exporter(
         lambda: sampler.view,
@@ -85,6 +95,7 @@ def run_agent(settings: AgentSettings) -> None:
             lambda pools, now: metric_families(scraper.view, pools, now, PREFIX, LABELS),
             lambda pools, now: device_families(monitor.view()),
             lambda pools, now: alert_families(alerting.counts(), alerting.outcomes(), PREFIX),
+            lambda pools, now: history_families(keeper.writer if keeper is not None else None, PREFIX),
         ),
     )
     sampler.subscribe(exporter.refresh)
@@ -102,6 +113,7 @@ def run_agent(settings: AgentSettings) -> None:
         threshold=settings.threshold,
         started_unix=clock.wall(),
         clock=clock,
+        past=keeper.reader if keeper is not None else None,
     )
     server = BoundedServer(
         uvicorn.Config(
@@ -139,6 +151,8 @@ def run_agent(settings: AgentSettings) -> None:
     thread = threading.Thread(target=sampler.run, name="sampler", daemon=True)
     deciding = threading.Thread(target=driver.run, name="compaction", daemon=True)
     scraping = threading.Thread(target=scraper.run, name="engine-metrics", daemon=True)
+    if keeper is not None:
+        keeper.start()
     thread.start()
     deciding.start()
     monitor.start()
@@ -155,6 +169,8 @@ def run_agent(settings: AgentSettings) -> None:
         thread.join(SHUTDOWN_SECONDS)
         deciding.join(SHUTDOWN_SECONDS)
         scraping.join(SHUTDOWN_SECONDS)
+        if keeper is not None:
+            keeper.stop()
         audit.close()
         if not thread.is_alive():
             sampler.close()

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 from pydantic import ValidationError
 
-from agent import wire, wire_alerts, wire_devices
+from agent import wire, wire_alerts, wire_devices, wire_history
 from engine_shim.errors import KvatlasError
 
 DEFAULT_URL = "http://127.0.0.1:9477"
@@ -79,6 +79,18 @@ class AgentClient:
         step = max(seconds / max(1, points - 1), 0.001)
         query: dict[str, str | int | float] = {"metric": metric, "from": now - seconds, "to": now, "step": step}
         return self._get(wire.History, _engine_path(id) + "/history", query)
+
+    def frame(self, id: str, at_unix: float | None = None, cells: int = 4096) -> wire_history.FrameCells:
+        """The blocks at an earlier time: the newest frame that is not after it; without a time, the newest there is."""
+        query: dict[str, str | int | float] = {"cells": cells}
+        if at_unix is not None:
+            query["at"] = at_unix
+        return self._get(wire_history.FrameCells, _engine_path(id) + "/frames", query)
+
+    def marks(self, id: str, start_unix: float, end_unix: float) -> wire_history.MarkList:
+        """What happened to a pool and was decided for it in that time; the newest 1,000."""
+        query: dict[str, str | int | float] = {"from": start_unix, "to": end_unix}
+        return self._get(wire_history.MarkList, _engine_path(id) + "/marks", query)
 
     def compaction(self, id: str, *, plan: bool = False, target: float | None = None) -> wire.CompactionState:
         """The policy's state; with `plan`, also what a run would move."""

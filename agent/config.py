@@ -17,6 +17,7 @@ from agent.compaction.model import PolicySettings
 from agent.compaction.settings import DriverSettings, Scope
 from agent.devices.settings import DeviceSettings
 from agent.engine_metrics.settings import EngineMetricsSettings
+from agent.history.settings import ALERT_STORE, AUDIT_LOG, HistorySettings
 from agent.sampling.judgement import Limits
 from agent.sampling.sampler import SamplerSettings
 from engine_shim.errors import SettingsError
@@ -26,7 +27,7 @@ DEFAULT_LISTEN = "127.0.0.1:9477"
 MAX_HISTORY_SAMPLES = 86_400  # 4 MB a pool
 
 
-class AgentSettings(AlertSettings, EngineMetricsSettings, DeviceSettings):
+class AgentSettings(AlertSettings, EngineMetricsSettings, DeviceSettings, HistorySettings):
     """Every setting has a flag (`--stall-seconds`), a variable (`KVATLAS_STALL_SECONDS`) and a key in the file; an
     address that is a secret has no flag."""
 
@@ -197,6 +198,10 @@ def load_settings(
         if source[name] == source[other]:
             raise SettingsError(f"{name} and {other} are both given {source[name]}; give one")
         del merged[name if _nearer(source[other], source[name], layers) else other]
+    if state_dir := merged.get("state_dir"):
+        # One folder is enough; who wants a file elsewhere names it.
+        for name, file_name in (("alert_store", ALERT_STORE), ("audit_log", AUDIT_LOG)):
+            merged.setdefault(name, Path(str(state_dir)) / file_name)
     try:
         settings = AgentSettings(**merged)
     except ValidationError as error:

@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -91,9 +91,12 @@ class AuditLog:
         max_file_bytes: int = 8 * 2**20,
         kept_files: int = 4,
         ring_entries: int = 1000,
+        listener: Callable[[AuditEntry], object] = lambda entry: None,
     ) -> None:
-        """With no `path`, the ring alone. Entries of an earlier agent are read back into the ring."""
+        """With no `path`, the ring alone. Entries of an earlier agent are read back into the ring. The `listener` is
+        told of each new one, and returns at once."""
         self.path = path
+        self._listener = listener
         self._log = log or EventLog(logging.getLogger("kvatlas.audit"))
         self._max_file_bytes = max(MIN_FILE_BYTES, max_file_bytes)
         self._kept_files = max(1, kept_files)
@@ -106,6 +109,7 @@ class AuditLog:
 
     def record(self, entry: AuditEntry) -> bool:
         """Keep an entry; False where it is in memory alone. Never raises for a file that cannot be written."""
+        self._listener(entry)
         with self._lock:
             self._ring.append(entry)
             if self.path is None:

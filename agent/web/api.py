@@ -17,7 +17,8 @@ from agent.devices.model import NOTHING_READ, DevicesView
 from agent.engine_metrics import presenter as metrics_presenter
 from agent.engine_metrics.model import EngineMetricsView, UnmappedEngine
 from agent.exporter import CONTENT_TYPE, Exporter
-from agent.history import MAX_POINTS, METRICS, History
+from agent.history import History
+from agent.history.reading import HistoryReader
 from agent.log import EventLog
 from agent.sampling.model import AgentView, Clock, PoolSample
 from agent.web import presenter
@@ -27,14 +28,13 @@ from agent.web.compaction_routes import add_compaction
 from agent.web.device_routes import add_devices
 from agent.web.docs_page import render_docs
 from agent.web.errors import ApiError, add_error_handlers, json_response
+from agent.web.history_routes import add_history
 from agent.web.plan_routes import add_planning
 from agent.web.security import WriteGuard
 
 MAX_CELLS = 4096
 MAX_BLOCKS_PER_PAGE = 4096
 MAX_REQUESTS_PER_PAGE = 4096
-DEFAULT_HISTORY_SECONDS = 600.0
-DEFAULT_POINTS = 600
 MAX_NAMED_POOLS = 8  # in an error
 
 PoolId = Annotated[str, Path(description="id of a pool, or of an engine with one", max_length=512)]
@@ -57,6 +57,7 @@ class ApiContext:
     alerting: Alerting | None = None  # without it there are no routes of alerts
     engine_metrics: Callable[[], EngineMetricsView] = EngineMetricsView
     devices: Callable[[], DevicesView] = lambda: NOTHING_READ
+    past: HistoryReader | None = None  # what is kept of the past on the disk
 
 
 def create_app(context: ApiContext) -> FastAPI:
@@ -73,6 +74,14 @@ def create_app(context: ApiContext) -> FastAPI:
     add_error_handlers(app)
     _add_probes(app, context)
     _add_engines(app, context)
+    add_history(
+        app,
+        lambda id: _sample(context, id).id,
+        context.history,
+        context.past,
+        context.clock,
+        context.interval_seconds,
+    )
     may_change = require_writer(context)
     add_compaction(app, context.compaction, lambda id: _sample(context, id), may_change, context.guard)
     add_planning(app, lambda id: _sample(context, id), may_change)
@@ -230,34 +239,6 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
     async def requests(id: PoolId, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS_PER_PAGE)] = 256) -> Response:
         """Live sequences, those with most blocks first."""
         return json_response(presenter.request_page(sample(id), limit, context.clock.wall()))
-
-    @app.get("/v1/engines/{id}/history", response_model=wire.History, tags=["engines"])
-    async def history(
-        id: PoolId,
-        metric: Annotated[str, Query(description=", ".join(METRICS))],
-        start: Annotated[float | None, Query(alias="from", description="Unix seconds; ten minutes before `to`")] = None,
-        end: Annotated[float | None, Query(alias="to", description="Unix seconds; now")] = None,
-        step: Annotated[float | None, Query(description="seconds; 600 points by default")] = None,
-    ) -> Response:
-        """One metric over time in buckets of `step` seconds."""
-        id = sample(id).id
-        end = context.clock.wall() if end is None else end
-        start = end - DEFAULT_HISTORY_SECONDS if start is None else start
-        step = max(context.interval_seconds, (end - start) / DEFAULT_POINTS) if step is None else step
-        try:
-            buckets = context.history.query(id, metric, start, end, step)
-        except KeyError:
-            buckets = []
-        except ValueError as error:
-            action = f"give Unix seconds, and a step for at most {MAX_POINTS} points"
-            if metric not in METRICS:
-                action = f"metric is one of {', '.join(METRICS)}"
-            raise ApiError(400, "bad_request", str(error), action) from error
-        points = [
-            wire.HistoryPoint(time_unix=one.start_unix, minimum=one.minimum, mean=one.mean, maximum=one.maximum)
-            for one in buckets
-        ]
-        return json_response(wire.History(id=id, metric=metric, step_seconds=step, points=points))
 
 
 def _plain(text: str) -> Response:

@@ -18,16 +18,8 @@ def map_cells(sample: PoolSample, cells: int, now_unix: float) -> wire.MapCells:
     """Cut the pool into at most `cells` (at least 1) equal cells of consecutive blocks."""
     snapshot = sample.snapshot
     total = snapshot.states.size
-    per_cell = max(1, -(-total // max(1, cells)))
-    count = -(-total // per_cell)
-    counts = _counts_by_cell(snapshot.states, per_cell, count)
-    # Ties go to the higher value: argmax over the reversed rows takes the last of equals.
-    winners = _COUNTED_STATES - np.argmax(counts[::-1], axis=0)
-    state = np.where(winners == _COUNTED_STATES, UNKNOWN_STATE, winners)
-    named: dict[wire.BlockStateName, list[int]] = {}
-    for row, name in enumerate((*wire.STATE_NAMES, "unknown")):
-        if counts[row].any():
-            named[name] = counts[row].tolist()
+    per_cell, count = cut(total, cells)
+    state, named = states_by_cell(snapshot.states, per_cell, count)
     owner, owners = _owners_by_cell(snapshot, per_cell, count)
     return wire.MapCells(
         id=sample.id,
@@ -36,7 +28,7 @@ def map_cells(sample: PoolSample, cells: int, now_unix: float) -> wire.MapCells:
         total_blocks=total,
         blocks_per_cell=per_cell,
         cells=count,
-        state=state.tolist(),
+        state=state,
         counts=named,
         references=None
         if snapshot.references is None
@@ -45,6 +37,27 @@ def map_cells(sample: PoolSample, cells: int, now_unix: float) -> wire.MapCells:
         owner=owner,
         owners=owners,
     )
+
+
+def cut(total: int, cells: int) -> tuple[int, int]:
+    """Blocks in a cell, and cells, for at most `cells` (at least 1) cells of `total` blocks."""
+    per_cell = max(1, -(-total // max(1, cells)))
+    return per_cell, -(-total // per_cell)
+
+
+def states_by_cell(
+    states: NDArray[np.uint8], per_cell: int, count: int
+) -> tuple[list[int], dict[wire.BlockStateName, list[int]]]:
+    """The most frequent state of each cell, and how many blocks it has in each state that occurs at all."""
+    counts = _counts_by_cell(states, per_cell, count)
+    # Ties go to the higher value: argmax over the reversed rows takes the last of equals.
+    winners = _COUNTED_STATES - np.argmax(counts[::-1], axis=0)
+    state = np.where(winners == _COUNTED_STATES, UNKNOWN_STATE, winners)
+    named: dict[wire.BlockStateName, list[int]] = {}
+    for row, name in enumerate((*wire.STATE_NAMES, "unknown")):
+        if counts[row].any():
+            named[name] = counts[row].tolist()
+    return state.tolist(), named
 
 
 def _rows(column: NDArray[np.generic], per_cell: int, count: int, filler: int) -> NDArray[np.generic]:

@@ -1,0 +1,50 @@
+"""What the agent says over HTTP of the past: frames of blocks, and marks of what happened.
+
+Times are Unix seconds; counts are blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from agent.wire import BlockStateName, WireModel
+
+
+class FrameCells(WireModel):
+    """The states of a pool's blocks at an earlier time, in equal cells of consecutive blocks as in MapCells."""
+
+    schema_: Literal["kvatlas.frame/v1"] = Field(default="kvatlas.frame/v1", alias="schema")
+    id: str
+    at_unix: float  # as asked for
+    time_unix: float  # of the frame: the newest one that is not after `at_unix`
+    age_seconds: float  # between the two
+    resolution_seconds: int  # frames of that time are so far apart; a larger age means that none was kept
+    incarnation: str  # hexadecimal
+    sequence: int
+    first_unix: float  # the oldest frame that is kept
+    last_unix: float
+    previous_unix: float | None  # its neighbours
+    next_unix: float | None
+    total_blocks: int
+    blocks_per_cell: int
+    cells: int
+    state: list[int]  # most frequent BlockState of the cell; ties: the higher value; 255 unknown
+    counts: dict[BlockStateName, list[int]]  # blocks of the cell in each state; states that occur nowhere are left out
+
+
+class Mark(WireModel):
+    """Something that happened to a pool or the agent, or was decided."""
+
+    time_unix: float
+    pool: str  # "" where it is about the agent
+    kind: str  # "engine", "decision" or "alert"
+    text: str
+    detail: dict[str, Any]
+
+
+class MarkList(WireModel):
+    schema_: Literal["kvatlas.marks/v1"] = Field(default="kvatlas.marks/v1", alias="schema")
+    id: str
+    marks: list[Mark]  # oldest first
