@@ -25,8 +25,8 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 class LifecycleSettings:
     """`most_elapsed_seconds`: what lies between two evaluations counts at most for so long, since nobody looked.
 
-    `absent_seconds`: an alert whose source is not read for so long is over. `unknown_seconds`: so is one whose number is
-    not known for so long, though its source is read.
+    `absent_seconds`: an alert whose source is not read for so long is over. `unknown_seconds`: so is one whose number
+    is not known for so long, though its source is read.
     """
 
     most_elapsed_seconds: float = 10.0

@@ -75,13 +75,6 @@ class Alerting:
         sinks = make_sinks(settings)
         names = [sink.name for sink in sinks]
         store = Store(settings.alert_store, names, clock=clock)
-        if settings.alert_store is None and names != [LOG] and names:
-            EventLog(logging.getLogger("kvatlas.alerting")).event(
-                "alerts are kept in memory alone",
-                level=logging.WARNING,
-                sinks=", ".join(names),
-                action="set KVATLAS_ALERT_STORE: without it a restart tells again what it finds, and loses the rest",
-            )
         page = settings.alert_page.rstrip("/")
         return cls(
             rules,
@@ -97,6 +90,14 @@ class Alerting:
         )
 
     def start(self) -> None:
+        told = [name for name in self.pipeline.health() if name != LOG]
+        if told and self.store.path is None:
+            EventLog(logging.getLogger("kvatlas.alerting")).event(
+                "alerts are kept in memory alone",
+                level=logging.WARNING,
+                sinks=", ".join(told),
+                action="set KVATLAS_ALERT_STORE: without it a restart tells again what it finds, and loses the rest",
+            )
         self.pipeline.start()
         self._thread.start()
 
