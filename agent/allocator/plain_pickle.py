@@ -34,10 +34,11 @@ _DANGERS = frozenset(
 class PickleLimits:
     """What is refused beyond. Passed-over parts do not count for `values`."""
 
-    values: int = 1_500_000  # members of lists and dicts, over the whole file
+    values: int = 1_500_000  # members of lists, tuples and dicts, over the whole file
     waiting: int = 1_500_000  # values on the stack at once
     depth: int = 32  # lists in lists
     text_bytes: int = 1 << 20  # of one text; a longer one is passed over
+    all_text_bytes: int = 32 << 20  # of all texts that are kept
     memo: int = 1_500_000
 
 
@@ -57,7 +58,7 @@ class _Machine:
         self._window, self._skip, self._limits = window, skip, limits
         self._stack: list[Any] = []
         self._marks: list[int] = []
-        self._values = 0
+        self._values = self._text_bytes = 0
         self._passing = Passing(window, limits.depth, limits.memo)
         self._actions: dict[int, Callable[[], None]] = {
             ord(code): action for code, action in self._plain_actions().items()
@@ -90,8 +91,8 @@ class _Machine:
             "}": lambda: self._push_container({}),
             ")": lambda: push(()),
             "(": self._mark,
-            "l": lambda: self._push_container(self._since_mark()),
-            "t": lambda: push(tuple(self._since_mark())),
+            "l": lambda: self._push_container(self._counted(self._since_mark())),
+            "t": lambda: push(tuple(self._counted(self._since_mark()))),
             "d": self._dict,
             "\x85": lambda: self._tuple(1),
             "\x86": lambda: self._tuple(2),
@@ -206,6 +207,10 @@ class _Machine:
         if self._values > self._limits.values:
             raise SnapshotError(f"refused: more than {self._limits.values:,} values; {_SMALLER}")
 
+    def _counted(self, values: list[Any]) -> list[Any]:
+        self._count(len(values))
+        return values
+
     def _append(self, values: list[Any]) -> None:
         target = self._top()
         if isinstance(target, Skipped):
@@ -241,7 +246,7 @@ class _Machine:
         self._set_items(values)
 
     def _tuple(self, size: int) -> None:
-        values = [self._pop() for _ in range(size)]
+        values = self._counted([self._pop() for _ in range(size)])
         self._push(tuple(reversed(values)))
 
     def _pop_one(self) -> None:
@@ -268,13 +273,20 @@ class _Machine:
         if size > self._limits.text_bytes:
             self._window.pass_over(size)
             return SKIPPED
+        self._count_text(size)
         return self._window.take(size).decode("utf-8", "replace")
 
     def _bytes(self, size: int) -> Any:
         if size > self._limits.text_bytes:
             self._window.pass_over(size)
             return SKIPPED
+        self._count_text(size)
         return bytes(self._window.take(size))
+
+    def _count_text(self, size: int) -> None:
+        self._text_bytes += size
+        if self._text_bytes > self._limits.all_text_bytes:
+            raise SnapshotError(f"refused: more than {self._limits.all_text_bytes:,} bytes of text; {_SMALLER}")
 
     def _int_line(self) -> None:
         text = self._window.line().removesuffix("L")
@@ -294,7 +306,9 @@ class _Machine:
 
     def _text_line(self) -> None:
         try:
-            self._push(self._window.line().encode("latin-1").decode("raw-unicode-escape"))
+            line = self._window.line()
+            self._count_text(len(line))
+            self._push(line.encode("latin-1").decode("raw-unicode-escape"))
         except UnicodeDecodeError:
             raise self._broken("a text is not encoded as it should be") from None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,7 +20,8 @@ from agent.allocator.errors import SnapshotError
 from agent.allocator.skipping import Skipped
 
 MAX_JSON_BYTES = 64 << 20  # JSON is read as a whole, at up to ten times its size in memory
-MAX_SEGMENTS = 1_000_000
+MAX_SEGMENTS = 200_000  # 400 GB of the smallest; what is done for each takes 0.1 ms
+MAX_BLOCKS = 1_500_000  # of all segments: a file can name one segment again and again
 MAX_BYTES = 1 << 42  # of one segment: what sums of a million of them leave within 64 bits
 # Of no use here, and nearly all of a large file.
 _UNREAD = ("frames", "device_traces", "external_annotations", "cpp_frames", "user_metadata")
@@ -92,12 +95,19 @@ def read_snapshot(path: Path) -> Snapshot:
     file.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise SnapshotError("this is no regular file; name the file that a snapshot was dumped to")
             return parse_snapshot(_load(file))
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}; name a file that this user may read") from error
     except SnapshotError as error:
         raise SnapshotError(f"{path}: {error}") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe that nobody writes to would keep an ordinary open waiting for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _load(file: BinaryIO) -> Any:
@@ -147,6 +157,10 @@ def parse_snapshot(raw: Any) -> Snapshot:
         raise SnapshotError(f"segments are {_kind(raw)}, not a list; this is no snapshot of the allocator")
     if len(raw) > MAX_SEGMENTS:
         raise SnapshotError(f"{len(raw):,} segments; at most {MAX_SEGMENTS:,} are read")
+    lists = (one.get("blocks") for one in raw if isinstance(one, dict))
+    blocks = sum(len(one) for one in lists if isinstance(one, list | tuple))
+    if blocks > MAX_BLOCKS:
+        raise SnapshotError(f"{blocks:,} blocks; at most {MAX_BLOCKS:,} are read")
     unknown: dict[str, int] = {}
     segments = tuple(_segment(one, f"segment {number}", unknown) for number, one in enumerate(raw))
     told = all("segment_pool_id" in one for one in raw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -250,3 +251,21 @@ def test_nothing_allocated_is_no_fragmentation() -> None:
     assert found.total.fragmentation_rate is None
     assert found.pools == ()
     assert not any(one.helps for one in found.advice)
+
+
+@pytest.mark.parametrize(
+    ("segments", "blocks", "text"), [(200_001, 1, "200,001 segments"), (2000, 1000, "2,000,000 b")]
+)
+def test_a_segment_named_again_and_again_is_not_read_each_time(segments: int, blocks: int, text: str) -> None:
+    one = segment(*[block(MIB)] * blocks)
+    with pytest.raises(SnapshotError, match=text):
+        parse_snapshot([one] * segments)
+    assert len(parse_snapshot([one] * 3).segments) == 3
+
+
+@pytest.mark.parametrize("target", ["pipe", "/dev/zero"])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path, target: str) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(SnapshotError, match="no regular file"):
+        read_snapshot(tmp_path / target)

@@ -173,6 +173,11 @@ def test_a_pickle_that_is_cut_short_is_told_from_a_whole_one(value: Any, at: flo
     ("data", "text"),
     [
         (b"\x80\x04" + b"]" + b"K\x01a" * 200 + b".", "values"),
+        (b"\x80\x04)" + b"\x85" * 200 + b".", "values"),
+        (b"\x80\x04](" + b"K\x01" * 60 + b"l(" + b"K\x01" * 60 + b"l.", "values"),
+        (b"\x80\x04](" + b"K\x01" * 60 + b"t(" + b"K\x01" * 60 + b"t.", "values"),
+        (b"\x80\x04]" + b"X\xe8\x03\x00\x00" + b"a" * 1000 + (b"C\xc8" + b"a" * 200) * 20 + b".", "bytes of text"),
+        (b"\x80\x04]" + (b"V" + b"a" * 900 + b"\n") * 6 + b".", "bytes of text"),
         (b"\x80\x04" + b"]" * 300 + b".", "at once"),
         (b"\x80\x04" + b"(" * 40 + b".", "deep"),
         (b"\x80\x04}X\x06\x00\x00\x00frames" + b"(" * 40 + b".", "deep"),
@@ -186,7 +191,7 @@ def test_a_pickle_that_is_cut_short_is_told_from_a_whole_one(value: Any, at: flo
     ],
 )
 def test_what_is_beyond_the_limits_is_refused(data: bytes, text: str) -> None:
-    limits = PickleLimits(values=100, waiting=200, depth=32, text_bytes=1000, memo=300)
+    limits = PickleLimits(values=100, waiting=200, depth=32, text_bytes=1000, all_text_bytes=4000, memo=300)
     with pytest.raises(SnapshotError, match=text):
         load(io.BytesIO(data), skip=SKIP, limits=limits)
 
