@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import secrets
 from collections.abc import Awaitable, Callable
@@ -12,14 +11,17 @@ from fastapi import Depends, FastAPI, Path, Request, Response
 
 from agent import wire_alerts as wire
 from agent.alerting.service import Alerting
+from agent.sampling.crew import Crew
 from agent.sampling.model import Clock
 from agent.web.errors import ApiError, json_response
+from agent.web.waiting import Answer, off_the_loop
 from alerts.errors import AlertsConfigError
 from alerts.model import Alert, Change, Phase
 from alerts.mutes import Mute
 from alerts.state import AlertState
 
 MAX_MUTES = 200
+WAITING = 16  # requests that wait for the store at once: it has a lock, which is held while it writes to the disk
 MuteId = Annotated[str, Path(description="id of a mute, as GET /v1/mutes lists it", max_length=64)]
 
 
@@ -27,31 +29,34 @@ def add_alerts(
     app: FastAPI, alerting: Alerting, require_writer: Callable[[Request], Awaitable[None]], clock: Clock
 ) -> None:
     """`require_writer` raises ApiError for who may not change anything."""
+    crew = Crew(WAITING)
+
+    async def apart(ask: Callable[[], Answer]) -> Answer:
+        return await off_the_loop(crew, ask, "api-alerts", f"{WAITING} requests wait for the store of alerts already")
 
     @app.get("/v1/alerts", response_model=wire.AlertList, tags=["alerts"])
     async def alerts() -> Response:
         """Every open alert and the last ones that are over, with the mutes and how delivery stands."""
-        # The store has a lock, which is held while it writes to the disk.
-        return json_response(await asyncio.to_thread(describe, alerting, clock.wall()))
+        return json_response(await apart(lambda: describe(alerting, clock.wall())))
 
     @app.get("/v1/mutes", response_model=wire.MuteList, tags=["alerts"])
     async def mutes() -> Response:
         """Those that have not ended."""
-        found = await asyncio.to_thread(alerting.store.mutes)
+        found = await apart(alerting.store.mutes)
         return json_response(wire.MuteList(mutes=[_mute(one) for one in found]))
 
     @app.post("/v1/mutes", response_model=wire.MuteRecord, tags=["alerts"], dependencies=[Depends(require_writer)])
     async def mute(order: wire.MuteOrder) -> Response:
         """Say nothing of a rule, of an engine, or of that rule at that engine; it ends by itself."""
-        made = await asyncio.to_thread(_add, alerting, order, clock.wall())
+        made = await apart(lambda: _add(alerting, order, clock.wall()))
         return json_response(_mute(made))
 
     @app.delete("/v1/mutes/{id}", response_model=wire.MuteList, tags=["alerts"], dependencies=[Depends(require_writer)])
     async def unmute(id: MuteId) -> Response:
         """End a mute now; what fires still is told then. Answers with the mutes that are left."""
-        if not await asyncio.to_thread(alerting.store.remove_mute, id):
+        if not await apart(lambda: alerting.store.remove_mute(id)):
             raise ApiError(404, "not_found", f"no mute {id!r}", "GET /v1/mutes lists those that there are")
-        found = await asyncio.to_thread(alerting.store.mutes)
+        found = await apart(alerting.store.mutes)
         return json_response(wire.MuteList(mutes=[_mute(one) for one in found]))
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import Depends, FastAPI, Path, Query, Request, Response
 
@@ -16,14 +15,13 @@ from agent.sampling.crew import Crew
 from agent.sampling.model import PoolSample
 from agent.web.errors import ApiError, json_response
 from agent.web.security import WriteGuard
+from agent.web.waiting import Answer, off_the_loop
 from engine_shim.control.messages import CompactRequest, ControlRequest, PlanRequest, encode_request
 from engine_shim.errors import ControlMalformed, ControlRefused, ControlTimeout, ControlUnavailable, KvatlasError
 
 ROUTE = "/v1/engines/{id}/compaction"
 MAX_ENTRIES = 1000
 WAITING = 16  # requests that wait for engines at once
-
-Answer = TypeVar("Answer")
 PoolId = Annotated[str, Path(description="id of a pool, as /v1/engines lists it", max_length=512)]
 
 
@@ -113,34 +111,9 @@ def _check(request: ControlRequest) -> None:
 
 
 async def _off_the_loop(crew: Crew, ask: Callable[[], Answer]) -> Answer:
-    """Ask an engine on a thread of its own, since the answer may take a minute. Raises ApiError.
-
-    Not on the event loop's executor, whose threads would hold up the end of the process.
-    """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Answer] = loop.create_future()
-
-    def settle(value: Answer | None, error: BaseException | None) -> None:
-        if answer.done():  # the asker has gone
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(value)  # type: ignore[arg-type]
-
-    def work() -> None:
-        value, failure = None, None
-        try:
-            value = ask()
-        except Exception as error:  # noqa: BLE001 - carried over to the event loop, where it is handled
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, failure)
-
-    if not crew.start(work, "api-compaction"):
-        raise ApiError(503, "unavailable", f"{WAITING} requests wait for engines already", "ask again later")
+    """Ask an engine, whose answer may take a minute. Raises ApiError."""
     try:
-        return await answer
+        return await off_the_loop(crew, ask, "api-compaction", f"{WAITING} requests wait for engines already")
     except KvatlasError as error:
         raise _api_error(error) from error
 
