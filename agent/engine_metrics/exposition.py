@@ -34,6 +34,7 @@ from engine_shim.errors import KvatlasError
 ROUNDING = 0.005  # by which a share may exceed 1
 MAX_ENGINES = 64  # in one answer
 MAX_NOTES = 8
+MAX_MODEL = 256  # characters of a model's name, which comes from outside
 MAX_LINES = 20_000  # of the table's names, which take the parser 0.2 s; 64 engines of a hundred processes have fewer
 _FIELDS = tuple(name for name in NAMES if name.kind == "ollama")
 _SAMPLES = tuple(name for name in NAMES if name.kind != "ollama")
@@ -82,7 +83,9 @@ def parse_ollama(text: str) -> Answer:
                 value = model.get(name.sample)
                 if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                     values[name.quantity] = float(value)
-            found["ollama", str(model.get("name") or model["model"]), None] = values
+            found["ollama", str(model.get("name") or model["model"])[:MAX_MODEL], None] = values
+            if len(found) == MAX_ENGINES:
+                break
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise NotMetrics("the answer is not Ollama's list of loaded models") from error
     return Answer(_engines(found, {}))
@@ -200,7 +203,8 @@ def combine(ranks: Sequence[Mapping[Quantity, float]]) -> dict[Quantity, float]:
 
 
 def _model(sample: Sample) -> str:
-    return next((one for label in MODEL_LABELS if (one := sample.labels.get(label, "")) not in _NOT_TOLD), "")
+    told = (sample.labels.get(label, "") for label in MODEL_LABELS)
+    return next((one[:MAX_MODEL] for one in told if one not in _NOT_TOLD), "")
 
 
 def _rank(sample: Sample) -> int | None:

@@ -35,6 +35,8 @@ class MetricsSource:
             host.encode("idna")
         except (ValueError, UnicodeError):
             parts, port, host = urlsplit(""), None, ""
+        if "/" in engine_id:
+            raise ValueError(f"an engine's id has no '/', as {engine_id!r} does")
         if parts.scheme not in ("http", "https") or not host or port == 0 or (equals and text.startswith("=")):
             raise ValueError("give http://HOST:PORT/metrics, or ENGINE_ID=URL")
         path = parts.path if parts.path not in ("", "/") else METRICS_PATH

@@ -234,6 +234,9 @@ def test_a_flood_of_doubtful_series_is_bounded() -> None:
     assert len(one(text).notes) <= MAX_NOTES
     many = "".join(f'vllm:num_requests_running{{model_name="{i}"}} 1\n' for i in range(1000))
     assert len(parse_exposition(many).engines) == 64
+    assert len(one(f'vllm:num_requests_running{{model_name="{"m" * 10_000}"}} 1\n').model) == 256
+    listed = {"models": [{"name": str(number), "size": 1} for number in range(1000)]}
+    assert len(parse_ollama(json.dumps(listed)).engines) == 64
 
 
 def test_more_series_than_any_engine_has_are_not_parsed() -> None:

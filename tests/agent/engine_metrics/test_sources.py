@@ -44,6 +44,11 @@ def test_what_is_no_address_is_refused_with_what_would_be(text: str) -> None:
         MetricsSource.parse(text)
 
 
+def test_an_id_that_no_address_of_the_api_could_hold() -> None:
+    with pytest.raises(ValueError, match="no '/'"):
+        MetricsSource.parse("a/b=http://h")
+
+
 def test_too_many_and_twice() -> None:
     with pytest.raises(ValueError, match="given twice"):
         parse_sources(["http://h/metrics", "http://h"])
