@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.capacity import families, layer_rules
-from agent.capacity.fields import LAYER_NAMES, Fields, text_section
+from agent.capacity.fields import LAYER_NAMES, Fields, rival_sections, text_section
 from agent.capacity.formats import format_of_file
 from agent.capacity.geometry import ModelGeometry
 from agent.capacity.parameters import count_parameters
@@ -31,6 +31,11 @@ def read_geometry(config: Mapping[str, Any], name: str | None = None) -> ModelGe
     model_type = text.text("model_type") or top.text("model_type") or ""
     reading = Reading()
     called = name or top.text("_name_or_path", "name_or_path") or model_type or "model"
+    rivals = rival_sections(config)
+    if rivals:
+        reading.lower(
+            "low", f"the config has {len(rivals)} language models ({', '.join(rivals)}): the first is counted"
+        )
     architectures = [str(one) for one in top.listed("architectures") or ()]
     if _encodes_only(model_type, architectures):
         return _without_cache(top, text, called, model_type)
@@ -43,13 +48,12 @@ def read_geometry(config: Mapping[str, Any], name: str | None = None) -> ModelGe
     caches = layer_rules.caches_of_layers(model_type, top, text, layers, reading)
     encoder_tokens = layer_rules.encoder_tokens(model_type, top, text, reading)
     dtype, dtype_note = _dtype(top, text)
-    quantization = top.section("quantization_config") or text.section("quantization_config")
-    quantization = quantization or top.section("compression_config")
+    quantization = _quantization(top) or _quantization(text)
     weight_format = format_of_file(quantization, dtype)
     if weight_format is None and quantization is not None:
         reading.warnings.append(
-            f"quant_method {quantization.text('quant_method') or '(none)'} is not known here: weights are counted in "
-            "16 bits; give --weight-dtype or --weights-memory"
+            f"quant_method {quantization.text('quant_method') or '(none)'} is not known here in the form that the "
+            "config has: weights are counted in 16 bits; give --weight-dtype or --weights-memory"
         )
     towers = [name for name in ("vision_config", "audio_config") if name in top and text is not top]
     if any(top.section(name) is not None for name in towers):
@@ -87,6 +91,16 @@ def read_geometry(config: Mapping[str, Any], name: str | None = None) -> ModelGe
         notes=tuple(reading.notes),
         warnings=tuple(reading.warnings),
     )
+
+
+def _quantization(fields: Fields) -> Fields | None:
+    for name in ("quantization_config", "compression_config"):
+        if name in fields:
+            found = fields.section(name)
+            if found is None:
+                raise missing(name, "an object that names quant_method")
+            return found
+    return None
 
 
 def _encodes_only(model_type: str, architectures: list[str]) -> bool:
@@ -164,8 +178,8 @@ def _without_cache(top: Fields, text: Fields, name: str, model_type: str) -> Mod
 
 def _dtype(top: Fields, text: Fields) -> tuple[str, str]:
     """The 16-bit type that an engine would run in, and a note where the file says another or none."""
-    found = text.raw("torch_dtype", "dtype") or top.raw("torch_dtype", "dtype")
-    given = str(found).removeprefix("torch.") if found is not None else None
+    found = text.text("torch_dtype", "dtype") or top.text("torch_dtype", "dtype")
+    given = found.removeprefix("torch.") if found is not None else None
     if given is None:
         return "float16", "the config names no dtype: float16 is assumed"
     if given in SIXTEEN_BIT:

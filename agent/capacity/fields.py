@@ -30,7 +30,11 @@ class Fields:
 
     def raw(self, *names: str) -> Any:
         """The first that is there, of whatever type; None where none is."""
-        return next((self._values[name] for name in names if self._values.get(name) is not None), None)
+        return self._first(names)[1]
+
+    def _first(self, names: Sequence[str]) -> tuple[str, Any]:
+        found = ((name, self._values[name]) for name in names if self._values.get(name) is not None)
+        return next(found, (names[0], None))
 
     def count(self, *names: str, least: int = 1) -> int | None:
         """A whole number under the first of these names that is there."""
@@ -67,17 +71,27 @@ class Fields:
 
     def text(self, *names: str) -> str | None:
         """A string under the first of these names that is there."""
-        value = self.raw(*names)
+        name, value = self._first(names)
         if value is not None and not isinstance(value, str):
-            raise SettingsError(f"{self._where}{names[0]}={_show(value)} in the config is no text")
+            raise SettingsError(f"{self._where}{name}={_show(value)} in the config is no text")
         return value
 
     def listed(self, *names: str) -> Sequence[Any] | None:
         """A list under the first of these names that is there."""
-        value = self.raw(*names)
+        name, value = self._first(names)
         if value is not None and not isinstance(value, list):
-            raise SettingsError(f"{self._where}{names[0]}={_show(value)} in the config is no list")
+            raise SettingsError(f"{self._where}{name}={_show(value)} in the config is no list")
         return value
+
+    def indices(self, name: str, end: int, *, start: int = 0) -> frozenset[int] | None:
+        """A list of layers' numbers, from `start` to before `end`."""
+        value = self.listed(name)
+        for one in value or ():
+            if isinstance(one, bool) or not isinstance(one, int) or not start <= one < end:
+                raise SettingsError(
+                    f"{self._where}{name} in the config has {_show(one)}, no layer of {start} to {end - 1}"
+                )
+        return None if value is None else frozenset(value)
 
     def section(self, name: str) -> Fields | None:
         """A nested section."""
@@ -95,6 +109,14 @@ def text_section(config: Mapping[str, Any]) -> Fields:
             return fields
         pending.extend(one for name in (*TEXT_SECTIONS, "thinker_config") if (one := fields.section(name)) is not None)
     return top
+
+
+def rival_sections(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of nested sections at the top that each describe a language model, where there is more than one."""
+    top = Fields(config)
+    found = [name for name in TEXT_SECTIONS if (one := top.section(name)) is not None and one.raw(*LAYER_NAMES)]
+    differ = any(config[name] != config[found[0]] for name in found)
+    return tuple(found) if differ else ()
 
 
 def _has_layers_below(top: Fields) -> bool:

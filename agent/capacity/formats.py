@@ -41,13 +41,13 @@ class KvFormat:
         if cache.fixed_token_bytes is not None or (self.name == "fp8_ds_mla" and cache.kind is CacheKind.MLA):
             return str(self.of_token(cache, tp))
         heads = cache.heads_on_rank(tp)
-        size = f"{float(self.bits / 8):g} B" if not self.vector_bytes else f"{float(self.bits / 8):g} B + scales"
+        size = f"{float(self.bits / 8):g} B"
+        tail = f" (+ {self.vector_bytes} B a vector)" if self.vector_bytes else ""
         if cache.kind is CacheKind.MLA:
-            return f"1 latent vector × {cache.key_dim} × {size}"
+            return f"1 latent vector × {cache.key_dim} × {size}{tail}"
         if cache.key_dim == cache.value_dim:
-            tail = f" (+ {self.vector_bytes} B a vector)" if self.vector_bytes else ""
-            return f"2 (K, V) × {heads} KV heads × {cache.key_dim} × {float(self.bits / 8):g} B{tail}"
-        return f"{heads} KV heads × ({cache.key_dim} + {cache.value_dim}) × {size}"
+            return f"2 (K, V) × {heads} KV heads × {cache.key_dim} × {size}{tail}"
+        return f"{heads} KV heads × ({cache.key_dim} + {cache.value_dim}) × {size}{tail}"
 
 
 VLLM = "vLLM 0.32, vllm/v1/kv_cache_interface.py"
@@ -78,6 +78,7 @@ KV_ALIASES = {
     "fp8_e4m3": "fp8",
     "fp8_e5m2": "fp8",
     "int8_per_token_head": "int8",
+    "int4_group32": "q4_0",  # the reference engine's own name: an fp16 scale for 32 elements there too
     "int4_per_token_head": "int4",
 }
 
@@ -215,6 +216,8 @@ WEIGHT_ALIASES = {
     "w8a8": "int8",
     "bitsandbytes": "nf4",
 }
+GROUPED_BITS = (2, 3, 4, 8)
+LEAST_GROUP, MOST_GROUP = 8, 8192
 _GROUPED_NAME = re.compile(r"(awq|gptq)(?:-(\d))?(?:-g(\d+))?")
 
 
@@ -227,7 +230,7 @@ def weight_format(name: str) -> WeightFormat:
     grouped = _GROUPED_NAME.fullmatch(wanted)
     if grouped:
         bits, group = int(grouped[2] or 4), int(grouped[3] or 128)
-        if bits in (2, 3, 4, 8) and 8 <= group <= 8192:
+        if bits in GROUPED_BITS and LEAST_GROUP <= group <= MOST_GROUP:
             return _grouped(grouped[1], bits, group)
     raise SettingsError(
         f"weight dtype {name!r} is not known; use auto, {', '.join((*WEIGHT_FORMATS, *WEIGHT_ALIASES))}, "
@@ -240,11 +243,11 @@ def format_of_file(quantization: Fields | None, dtype: str) -> str | None:
     if quantization is None:
         return dtype
     method = (quantization.text("quant_method") or "").lower().replace("_", "-")
-    group = quantization.raw("group_size", "q_group_size")
-    bits = quantization.raw("bits", "w_bit", "num_bits")
     if method in ("awq", "gptq"):
-        size = group if isinstance(group, int) and group > 0 else 128
-        return f"{method}-{bits if isinstance(bits, int) else 4}-g{size}"
+        bits = quantization.count("bits", "w_bit", "num_bits", least=0)
+        return _known_group(
+            method, 4 if bits is None else bits, quantization.count("group_size", "q_group_size", least=-1)
+        )
     if method in ("modelopt", "modelopt-fp4"):
         algorithm = (quantization.text("quant_algo") or "").upper()
         return "nvfp4" if method.endswith("fp4") or algorithm == "NVFP4" else "fp8"
@@ -253,6 +256,13 @@ def format_of_file(quantization: Fields | None, dtype: str) -> str | None:
     if method == "compressed-tensors":
         return _compressed(quantization)
     return {"fp8": "fp8", "fbgemm-fp8": "fp8", "mxfp4": "mxfp4"}.get(method)
+
+
+def _known_group(method: str, bits: int, group: int | None) -> str | None:
+    """The format's name; None for bits or a group that it does not come in. -1 is a scale for a whole channel."""
+    size = 128 if group is None or group == -1 else group
+    known = bits in GROUPED_BITS and LEAST_GROUP <= size <= MOST_GROUP
+    return f"{method}-{bits}-g{size}" if known else None
 
 
 def _compressed(quantization: Fields) -> str | None:
@@ -264,9 +274,9 @@ def _compressed(quantization: Fields) -> str | None:
     weights = first.section("weights") if first else None
     if weights is None:
         return None
-    bits, kind, group = weights.count("num_bits"), weights.text("type"), weights.raw("group_size")
+    bits, kind = weights.count("num_bits"), weights.text("type")
+    if bits == 8:
+        return "fp8" if kind == "float" else "int8"
     if bits == 4 and kind == "float":
         return "nvfp4"
-    if bits == 4:
-        return f"gptq-4-g{group if isinstance(group, int) and group > 0 else 128}"
-    return "fp8" if kind == "float" else "int8"
+    return None if bits is None else _known_group("gptq", bits, weights.count("group_size", least=-1))

@@ -89,12 +89,27 @@ def find_gpu(name: str) -> Gpu:
     if wanted in known:
         return known[wanted]
     near = [one for plain, one in known.items() if wanted and plain.startswith(wanted)]
-    near = near or [one for plain, one in known.items() if wanted and (wanted in plain or wanted.startswith(plain))]
+    near = near or [one for plain, one in known.items() if wanted and wanted in plain]
+    near = near or [
+        one for plain, one in known.items() if wanted.startswith(plain) and _tells_the_same(wanted[len(plain) :], one)
+    ]
     if len(near) == 1:
         return near[0]
     if near:
         raise SettingsError(f"gpu {name!r} may be {' or '.join(one.name for one in near)}; name one")
     raise SettingsError(f"gpu {name!r} is not in the table; use --gpu-memory GIB, or one of {', '.join(GPUS)}")
+
+
+def _tells_the_same(rest: str, gpu: Gpu) -> bool:
+    """Whether what follows a card's name is its own memory, form, or a kind that has as much.
+
+    Anything else may be another card (A100X is no A10) or a part of this one (a MIG slice), with other memory.
+    """
+    if rest in ("nvl", "ti", "d"):
+        return True
+    size = re.fullmatch(r"(\d{1,4})gb?", rest)
+    memory = gpu.memory_bytes
+    return size is not None and memory is not None and abs(int(size[1]) - memory / GIB) < 0.1 * memory / GIB
 
 
 def _plain(name: str) -> str:

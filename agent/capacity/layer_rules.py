@@ -21,15 +21,20 @@ def caches_of_layers(
     if model_type in families.ENCODER_DECODER:
         return _encoder_decoder(text, layers)
     kinds = _kinds(model_type, text, layers, reading)
+    if set(kinds) & {"state", "both"} and model_type not in families.STATEFUL:
+        raise LayoutUnknown(f"layers of {model_type or 'this model'} keep a state, of a form that is not known here")
     latent = _latent(model_type, text, reading)
-    heads = None if model_type in ("mamba", "mamba2", "falcon_mamba") else _need_heads(model_type, text)
+    may_attend = model_type not in ("mamba", "mamba2", "falcon_mamba")
+    if not may_attend and set(kinds) != {"state"}:
+        raise LayoutUnknown(f"the config of {model_type}, whose layers keep states alone, names layers of other kinds")
+    heads = _need_heads(model_type, text) if may_attend else None
     per_layer = _kv_heads_by_layer(model_type, text, layers, heads)
     shared_from = layers - (text.count("num_kv_shared_layers", least=0) or 0)
     if shared_from < 1:
         raise missing("num_kv_shared_layers", f"it leaves none of {layers} layers a cache to share")
     if shared_from < layers:
         reading.note(f"the last {layers - shared_from} layers share the cache of earlier ones and keep none")
-    cross = {one for one in text.listed("cross_attention_layers") or () if isinstance(one, int)}
+    cross = text.indices("cross_attention_layers", layers) or frozenset()
     window = text.count("sliding_window", "sliding_window_size")
     chunk = text.count("attention_chunk_size")
     if "sliding" in kinds and window is None:
@@ -51,6 +56,8 @@ def caches_of_layers(
                 limit = window if attends is CacheKind.SLIDING else chunk if attends is CacheKind.CHUNKED else None
                 caches.append(_attention(model_type, text, attends, heads, per_layer[index], limit, reading))
         found.append(tuple(caches))
+    if may_attend and not any(isinstance(one, AttentionCache) for kept in found for one in kept):
+        reading.lower("low", f"by the config none of {layers} layers keeps keys and values, as models of this type do")
     return tuple(found)
 
 
@@ -93,7 +100,7 @@ def _kinds(model_type: str, text: Fields, layers: int, reading: Reading) -> list
             raise missing("layer_types", f"{layers} entries, one a layer, where it has {len(listed)}")
         kinds = []
         for entry in listed[:layers]:
-            word = str(entry).lower()
+            word = entry.lower() if isinstance(entry, str) else ""
             if word in families.FULL_NAMES:
                 kinds.append("full")
             elif word in families.SLIDING_NAMES:
@@ -133,17 +140,19 @@ def _stateful_kinds(model_type: str, text: Fields, layers: int) -> list[str]:
         offset = text.count("attn_layer_offset", least=0) or 0
         return ["full" if index % period == offset else "state" for index in range(layers)]
     for name in ("attn_layer_indices", "full_attn_idxs"):
-        chosen = text.listed(name)
+        chosen = text.indices(name, layers)
         if chosen is not None:
             return ["full" if index in chosen else "state" for index in range(layers)]
-    hybrid = text.listed("hybrid_layer_ids")
+    hybrid = text.indices("hybrid_layer_ids", layers)
     if hybrid is not None:
         return ["both" if index in hybrid else "state" for index in range(layers)]
     attends = text.listed("attn_type_list")
-    if attends is not None and len(attends) >= layers:
+    if attends is not None:
+        if len(attends) < layers or any(entry not in (0, 1) for entry in attends):
+            raise missing("attn_type_list", f"{layers} numbers 0 or 1, one a layer")
         return ["full" if entry == 1 else "state" for entry in attends[:layers]]
     linear = text.section("linear_attn_config")
-    if linear is not None and (chosen := linear.listed("full_attn_layers")) is not None:
+    if linear is not None and (chosen := linear.indices("full_attn_layers", layers + 1, start=1)) is not None:
         return ["full" if index + 1 in chosen else "state" for index in range(layers)]
     raise LayoutUnknown(f"the config of {model_type} does not say which of its layers attend and which keep a state")
 
@@ -155,6 +164,8 @@ def _windowed_kinds(model_type: str, text: Fields, layers: int, reading: Reading
     every: int | None
     if model_type in ("llama4", "llama4_text") and text.count("attention_chunk_size") is not None:
         rope = text.listed("no_rope_layers")
+        if rope and (len(rope) < layers or any(entry not in (0, 1) for entry in rope)):
+            raise missing("no_rope_layers", f"{layers} numbers 0 or 1, one a layer")
         every = text.count("no_rope_layer_interval") or 4
         uses = [bool(one) for one in rope] if rope else [(index + 1) % every != 0 for index in range(layers)]
         return ["chunked" if one else "full" for one in uses[:layers]]
@@ -216,11 +227,14 @@ def _kv_heads_by_layer(model_type: str, text: Fields, layers: int, heads: int | 
         return [0] * layers
     blocks = text.listed("block_configs")
     if blocks is not None and model_type in ("nemotron-nas", "deci"):
+        if len(blocks) < layers:
+            raise missing("block_configs", f"{layers} entries, one a layer, where it has {len(blocks)}")
         return [_heads_of_block(block, heads) for block in blocks[:layers]]
     for name in ("num_key_value_heads_per_layer", "num_kv_heads", "num_key_value_heads"):
         found = text.raw(name)
         if isinstance(found, list):
-            if len(found) < layers or not all(isinstance(one, int) and one >= 0 for one in found):
+            plain = all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in found)
+            if len(found) < layers or not plain:
                 raise missing(name, f"{layers} whole numbers, one a layer")
             return [int(one) for one in found[:layers]]
     return [_kv_heads(model_type, text, heads)] * layers
@@ -231,7 +245,7 @@ def _heads_of_block(block: object, heads: int) -> int:
     if not isinstance(attention, dict) or attention.get("no_op") or attention.get("replace_with_linear"):
         return 0
     group = attention.get("n_heads_in_group")
-    if not isinstance(group, int) or group < 1:
+    if isinstance(group, bool) or not isinstance(group, int) or group < 1:
         raise missing("block_configs[].attention.n_heads_in_group", "query heads for each KV head")
     return heads // group
 

@@ -36,6 +36,8 @@ def count_parameters(model_type: str, text: Fields, layers: int, caches: tuple[t
     embeddings = vocabulary * hidden * (1 if tied else 2) + _positions(model_type, text, hidden)
     if model_type in families.ENCODER_DECODER or model_type.startswith(("gemma3n", "gemma4")):
         return Counted(None, embeddings, 0, f"the weights of {model_type} are not counted from its config")
+    if isinstance(text.raw(*EXPERT_NAMES), list):
+        return Counted(None, embeddings, 0, "experts are listed layer by layer, and not counted")
     if model_type not in families.KNOWN:
         return Counted(None, embeddings, 0, f"the weights of model_type {model_type or '(none)'} are not counted")
     norm = hidden * (2 if model_type in BIASED or model_type == "falcon" else 1)
@@ -160,8 +162,8 @@ def _width(model_type: str, text: Fields, hidden: int) -> int | None:
 
 
 def _experts(text: Fields) -> int:
-    found = text.raw(*EXPERT_NAMES)
-    return found if isinstance(found, int) and found > 1 else 0
+    found = text.count(*EXPERT_NAMES, least=0) or 0
+    return found if found > 1 else 0
 
 
 def _is_sparse(model_type: str, text: Fields, index: int) -> bool:

@@ -32,6 +32,7 @@ class MemoryPlan:
     other_bytes: int
     pool_bytes: int
     deficit_bytes: int
+    block_bytes: int  # of one block on that stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,9 @@ def plan(geometry: ModelGeometry, deployment: Deployment) -> Plan:
                 fits, verdict = None, "it depends on the weights, which are not known: give --weights-memory"
             if weighing.most == UNKNOWN_BYTES and deployment.kv_cache_bytes is None:
                 memory = pool = None  # a number of blocks would be no better than a guess without a bound
+                if fits is False:
+                    least = sums.judge(*sums.at(weighing.least, weighing.source))[1]
+                    verdict = f"with {_gib(weighing.least)} of weights, the least that they may be: {least}"
         if deployment.gpu is not None and deployment.memory_bytes is None and deployment.gpu.estimated:
             warnings.append(f"{deployment.gpu.name}'s memory is estimated from the driver's total: give --gpu-memory")
         if memory is not None:
@@ -211,7 +215,7 @@ class _Sums:
                 left = room - mine - self._activation - other
             memory = MemoryPlan(
                 total, budget, deployment.co_tenant_bytes, mine, source, self._activation, other, max(0, left),
-                max(0, -left),
+                max(0, -left), block,
             )  # fmt: skip
             found.append((memory.pool_bytes // block if block else 0, memory))
         blocks, memory = min(found, key=lambda one: (one[0], -one[1].deficit_bytes))
@@ -220,7 +224,7 @@ class _Sums:
     def _pool(self, blocks: int, memory: MemoryPlan) -> PoolPlan:
         headroom = int(blocks * self._deployment.headroom)
         usable = max(0, blocks - 1 - headroom)  # vLLM keeps block 0 for padding
-        need, block = self._needed, self._layout.block_bytes
+        need, block = self._needed, memory.block_bytes
         wanted = -(-(self._deployment.max_num_seqs or 1) // self._deployment.dp)
         one_group = len(self._layout.groups) == 1 and self._layout.groups[0].kind != "state"
         tokens = blocks * self._layout.block_tokens if one_group else int(blocks / need * self._length) if need else 0
@@ -235,7 +239,7 @@ class _Sums:
             reserve_sequences=usable // need if need else 0,
             engine_sequences=blocks / self._engine if self._engine else 0.0,
             ideal_sequences=memory.pool_bytes // ideal if ideal else 0,
-            shortfall_bytes=memory.deficit_bytes + missing * block,
+            shortfall_bytes=max(memory.deficit_bytes + missing * block, self._not_free(memory)),
         )
 
     def _longest(self, usable: int) -> int:
@@ -262,20 +266,29 @@ class _Sums:
             for keep_all in (True, False)
         )
 
+    def _not_free(self, memory: MemoryPlan) -> int:
+        """Bytes of the GPU that the engine asks for at its start and that are not free."""
+        if memory.total_bytes is None:
+            return 0
+        asked = memory.budget_bytes or 0
+        if self._deployment.kv_cache_bytes is not None:
+            asked = memory.weights_bytes + memory.activation_bytes + memory.other_bytes + memory.pool_bytes
+        return max(0, asked - (memory.total_bytes - memory.co_tenant_bytes))
+
     def judge(self, memory: MemoryPlan, pool: PoolPlan) -> tuple[bool, str]:
         """Whether what was asked for fits, and in words by how much (not)."""
-        deployment = self._deployment
-        free = None if memory.total_bytes is None else memory.total_bytes - memory.co_tenant_bytes
-        if free is not None and deployment.kv_cache_bytes is None and free < (memory.budget_bytes or 0):
-            share = free / (memory.total_bytes or 1)
+        deployment, over = self._deployment, self._not_free(memory)
+        if over and deployment.kv_cache_bytes is None:
+            total = memory.total_bytes or 0
+            free = max(0, total - memory.co_tenant_bytes)
+            share = int(free / total * 100) / 100 if total else 0.0
+            remedy = f"use --gpu-memory-utilization {share:g} or less" if share else "stop one of those"
             return False, (
                 f"does not start: {_gib(memory.budget_bytes or 0)} are asked for and {_gib(free)} are free beside "
-                f"other processes; use --gpu-memory-utilization {int(share * 100) / 100:g} or less"
+                f"other processes; {remedy}"
             )
-        if free is not None and deployment.kv_cache_bytes is not None:
-            over = memory.weights_bytes + memory.activation_bytes + memory.other_bytes + memory.pool_bytes - free
-            if over > 0:
-                return False, f"does not fit: the pool and all else are {_gib(over)} more than the GPU has free"
+        if over:
+            return False, f"does not fit: the pool and all else are {_gib(over)} more than the GPU has free"
         if memory.deficit_bytes:
             return False, f"does not fit: weights and the rest alone are {_gib(memory.deficit_bytes)} over the budget"
         wanted = -(-(deployment.max_num_seqs or 1) // deployment.dp)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agent.capacity.advisor import Option, advise
 from agent.capacity.config_reader import read_geometry
-from agent.capacity.deployment import Deployment
+from agent.capacity.deployment import MAX_BYTES, Deployment
 from agent.capacity.gpus import find_gpu
 from agent.capacity.planner import Plan, plan
 from agent.capacity.presets import PRESETS, Preset
@@ -149,10 +149,14 @@ def load_model(source: str) -> tuple[Mapping[str, Any], str, Deployment]:
     wrong with the file.
     """
     path = Path(source)
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a name too long, or a folder that may not be searched
+        raise SettingsError(f"{source[:200]} cannot be read: {error.strerror or error}") from error
+    if is_folder:
         config = _load_object(path / CONFIG_NAME)
         index = path / INDEX_NAME
-        total = _total_size(index) if index.is_file() else None
+        total = _total_size(index) if index.exists() else None
         return config, path.resolve().name, Deployment(model_weight_bytes=total)
     if path.is_file():
         called = path.stem if path.name != CONFIG_NAME else path.resolve().parent.name
@@ -169,14 +173,26 @@ def load_model(source: str) -> tuple[Mapping[str, Any], str, Deployment]:
 def _total_size(index: Path) -> int | None:
     metadata = _load_object(index).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
-    return int(total) if isinstance(total, int | float) and total > 0 else None
+    if isinstance(total, float) and total.is_integer():
+        total = int(total)
+    if total is None:
+        return None
+    if isinstance(total, bool) or not isinstance(total, int) or not 0 < total <= MAX_BYTES:
+        raise SettingsError(
+            f"{index}: its total_size is {str(total)[:40]}, no number of bytes; mend or remove the file"
+        )
+    return total
 
 
 def _load_object(path: Path) -> Mapping[str, Any]:
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        if not path.is_file() and path.exists():
+            raise SettingsError(f"{path} is no regular file: give a model's config.json")
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+        if len(data) > MAX_CONFIG_BYTES:
             raise SettingsError(f"{path} is larger than {MAX_CONFIG_BYTES >> 20} MiB: it is no config.json")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(data.decode("utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

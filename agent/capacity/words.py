@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from agent.capacity.advisor import Option
-from agent.capacity.geometry import AttentionCache, CacheKind, ModelGeometry
+from agent.capacity.counts import model_bytes
+from agent.capacity.geometry import AttentionCache, Cache, CacheKind, ModelGeometry, StateCache
 from agent.capacity.planner import Plan
 from agent.capacity.together import Together
 
@@ -137,7 +140,7 @@ def refusal(model: str, reason: str) -> dict[str, Any]:
 
 def arithmetic(plan: Plan) -> tuple[str, ...]:
     """The sums behind the plan, one a line."""
-    geometry, deployment = plan.geometry, plan.deployment
+    geometry = plan.geometry
     if geometry.no_cache_reason is not None:
         return (geometry.no_cache_reason,)
     lines = [*_token_lines(plan)]
@@ -149,20 +152,7 @@ def arithmetic(plan: Plan) -> tuple[str, ...]:
             else ""
         )
     )
-    for state in geometry.state_caches[:1]:
-        tensors = " + ".join(
-            f"{one.name} {' × '.join(map(str, one.shape))} × {4 if _is_float32(plan, one.dtype) else 2} B"
-            for one in state.tensors(deployment.tp)
-        )
-        lines.append(
-            f"state a sequence: {len(geometry.state_caches)} layers × ({tensors}) = "
-            f"{plan.state_bytes_per_sequence:,} B{_on_gpu(plan)}"
-        )
-    if plan.cross_bytes_per_sequence:
-        lines.append(
-            f"cross-attention a sequence: {geometry.encoder_tokens:,} encoder tokens = "
-            f"{plan.cross_bytes_per_sequence:,} B"
-        )
+    lines += [*_state_lines(plan), *_cross_lines(plan)]
     lines.append(_block_line(plan))
     lines.append(_sequence_line(plan))
     if plan.memory is not None and plan.pool is not None:
@@ -171,9 +161,56 @@ def arithmetic(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _is_float32(plan: Plan, dtype: str) -> bool:
-    forced = plan.deployment.state_float32
-    return plan.geometry.dtype == "float32" or (dtype == "float32" if forced is None else forced)
+def _state_lines(plan: Plan) -> list[str]:
+    """Of the pipeline stage whose states take most."""
+    tp = plan.deployment.tp
+
+    def words(state: StateCache) -> tuple[str, int]:
+        forced, plain = plan.deployment.state_float32, model_bytes(plan.geometry)
+        if forced is not None:
+            state = replace(state, state_dtype="float32" if forced else "model")
+        tensors = [(one, 4 if one.dtype == "float32" else plain) for one in state.tensors(tp)]
+        text = " + ".join(f"{one.name} {' × '.join(map(str, one.shape))} × {size} B" for one, size in tensors)
+        return text, sum(one.elements * size for one, size in tensors)
+
+    stages = (_count(plan, stage, lambda cache: isinstance(cache, StateCache)) for stage in plan.layout.stages)
+    sums = [
+        [(layers, *words(state)) for state, layers in stage.items() if isinstance(state, StateCache)]
+        for stage in stages
+    ]
+    most = max(sums, key=lambda found: sum(layers * size for layers, _, size in found), default=[])
+    if not most:
+        return []
+    parts = " + ".join(f"{layers} layers × ({text})" for layers, text, _ in most)
+    return [f"state a sequence: {parts} = {plan.state_bytes_per_sequence:,} B{_on_gpu(plan)}"]
+
+
+def _cross_lines(plan: Plan) -> list[str]:
+    """Of the pipeline stage whose cross-attention takes most."""
+    if not plan.cross_bytes_per_sequence:
+        return []
+    kv, tp, tokens = plan.kv, plan.deployment.tp, plan.geometry.encoder_tokens
+    stages = [
+        [
+            (layers, cache)
+            for cache, layers in _count(plan, stage, lambda cache: _crosses(cache)).items()
+            if isinstance(cache, AttentionCache)
+        ]
+        for stage in plan.layout.stages
+    ]
+    most = max(stages, key=lambda found: sum(layers * kv.of_token(cache, tp) for layers, cache in found))
+    parts = " + ".join(f"{layers} layers × {kv.words(cache, tp)}" for layers, cache in most)
+    parts = f"({parts})" if len(most) > 1 else parts
+    total = f"{plan.cross_bytes_per_sequence:,} B{_on_gpu(plan)}"
+    return [f"cross-attention a sequence: {tokens:,} encoder tokens × {parts} = {total}"]
+
+
+def _crosses(cache: Cache) -> bool:
+    return isinstance(cache, AttentionCache) and cache.kind is CacheKind.CROSS
+
+
+def _count(plan: Plan, stage: range, wanted: Callable[[Cache], bool]) -> Counter[Cache]:
+    return Counter(cache for index in stage for cache in plan.geometry.layers[index] if wanted(cache))
 
 
 def _on_gpu(plan: Plan) -> str:
@@ -212,10 +249,12 @@ def _block_line(plan: Plan) -> str:
         return "no layer keeps anything: there are no blocks"
     if len(groups) == 1:
         return f"a block: {plan.layout.block_tokens} tokens, {plan.kv_bytes_per_block:,} B"
-    largest = max(groups, key=lambda group: sum(page.page_bytes for page in group.pages))
+    stage = max(plan.layout.stages, key=lambda one: max(group.block_bytes(one) for group in groups))
+    largest = max(groups, key=lambda group: group.block_bytes(stage))
+    pages = [page for page in largest.pages if page.layer in stage]  # all of one size, since they share a pool
     return (
         f"a block: {len(groups)} groups of layers share one pool; a block of one group holds "
-        f"{len(largest.pages)} layers × {largest.pages[0].page_bytes:,} B = {plan.kv_bytes_per_block:,} B"
+        f"{len(pages)} layers × {pages[0].page_bytes:,} B = {plan.kv_bytes_per_block:,} B{_on_gpu(plan)}"
     )
 
 
@@ -241,13 +280,17 @@ def _memory_lines(plan: Plan) -> list[str]:
         lines.append(f"pool: {_gib(memory.pool_bytes)} as given")
     else:
         lines.append(plan.activation_words)
+        total, budget = memory.total_bytes or 0, memory.budget_bytes or 0
+        share = f"{_gib(total)} × {deployment.utilization:g} = {_gib(budget)}"
+        if total - memory.co_tenant_bytes < budget:
+            free = total - memory.co_tenant_bytes
+            share += f", of which {_gib(total)} - {_gib(memory.co_tenant_bytes)} of others = {_gib(free)} are free"
         lines.append(
-            f"pool: {_gib(memory.total_bytes or 0)} × {deployment.utilization:g} = {_gib(memory.budget_bytes or 0)}, "
-            f"less weights {_gib(memory.weights_bytes)}, activations {_gib(memory.activation_bytes)} and the rest "
-            f"{_gib(memory.other_bytes)} = {_gib(memory.pool_bytes - memory.deficit_bytes)}"
+            f"pool: {share}, less weights {_gib(memory.weights_bytes)}, activations {_gib(memory.activation_bytes)} "
+            f"and the rest {_gib(memory.other_bytes)} = {_gib(memory.pool_bytes - memory.deficit_bytes)}"
         )
     lines.append(
-        f"blocks: {memory.pool_bytes:,} / {plan.kv_bytes_per_block:,} = {pool.num_blocks:,}, of which 1 is reserved"
+        f"blocks: {memory.pool_bytes:,} / {memory.block_bytes:,} = {pool.num_blocks:,}, of which 1 is reserved"
         + (f" and {pool.headroom_blocks:,} are headroom" if pool.headroom_blocks else "")
         + f"; {pool.pool_tokens:,} tokens"
     )
