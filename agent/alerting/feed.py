@@ -79,15 +79,15 @@ class PoolFeed:
 
     def __init__(
         self,
-        standing: Callable[[PoolSample], PoolStanding],
+        standing: Callable[[PoolSample], PoolStanding | None],
         *,
         consumers: tuple[str, ...] = (),
         metrics: Callable[[], EngineMetricsView] = EngineMetricsView,
         link: str = "",
     ) -> None:
-        """`standing` is how the compaction policy stands to a pool, `consumers` are those that the operator declares,
-        `metrics` is what the engines say of themselves, and `link` is the address of the page that shows a pool, but
-        for its id at the end."""
+        """`standing` is how the compaction policy stands to a pool, where it knows it; `consumers` are those that the
+        operator declares; `metrics` is what the engines say of themselves; `link` is the address of the page that shows
+        a pool, but for its id at the end."""
         self._standing, self._declared, self._metrics, self._link = standing, consumers, metrics, link
         self._memory: dict[str, _Memory] = {}
 
@@ -106,7 +106,12 @@ class PoolFeed:
 
     def _reading(self, id: str, sample: PoolSample, labels: dict[str, str], now: float, fresh: bool) -> Reading:
         numbers: dict[str, float | None] = dict.fromkeys(_OF_SOURCE)
-        texts = {"reason": sample.reason or sample.state, "disagreement": self._disagreement(id)}
+        texts = {
+            "reason": sample.reason or sample.state,
+            "disagreement": self._disagreement(id),
+            "decision": "nothing was decided yet",
+            "consumers": ", ".join(self._declared) or "none",
+        }
         why, void = NO_SAMPLE, ""
         if fresh:
             memory = self._memory.setdefault(id, _Memory())
@@ -117,8 +122,7 @@ class PoolFeed:
                 numbers |= _of_contents(sample)
                 numbers |= _of_counters(sample, memory, now)
                 numbers["engine_metrics_disagreement"] = self._metrics().disagreement_ratio(id)
-            if not void:
-                standing = self._standing(sample)
+            if not void and (standing := self._standing(sample)) is not None:
                 consumers = self._consumers(standing)
                 numbers |= _of_compaction(standing, known=not why) | {"pool_consumers": float(len(consumers))}
                 texts |= {"decision": _last_decision(standing), "consumers": ", ".join(consumers) or "none"}

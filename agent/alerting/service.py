@@ -53,7 +53,7 @@ class Alerting:
         self.evaluator = Evaluator(
             rules,
             store,
-            PoolFeed(driver.standing, consumers=driver.settings.consumers, metrics=metrics, link=pool_page),
+            PoolFeed(driver.standing_if_known, consumers=driver.settings.consumers, metrics=metrics, link=pool_page),
             OwnFeed(agent_name or socket.gethostname(), interval_seconds, self._deliveries, link=list_page or None),
             settings=LifecycleSettings(runbook_base=runbook),
             clock=clock,

@@ -216,18 +216,30 @@ class CompactionDriver:
         """How a pool stands now."""
         pool = self._record_of(sample)
         with self._lock:
-            policy, seen, state = self._policy, pool.seen, pool.state
-            known = seen is not None and state.allowance_bytes is not None
-            return PoolStanding(
-                why_not=self.settings.scope.why_not(sample.identity) or pool.stopped,
-                running=bool(pool.runner),
-                state=state,
-                spent_bytes=policy.spent_bytes(state, seen) if seen else state.spent_bytes,
-                budget_bytes=policy.budget_bytes(state, seen) if known and seen else None,
-                answer=pool.answer,
-                verdicts=tuple(pool.verdicts),
-                last_run=pool.last_run,
-            )
+            return self._describe(pool, sample)
+
+    def standing_if_known(self, sample: PoolSample) -> PoolStanding | None:
+        """The same, or None for a pool, or an incarnation of its engine, that nothing was decided about: for who looks
+        on, perhaps at a sample that is an old one by now, and must not begin a record."""
+        with self._lock:
+            pool = self._pools.get(sample.id)
+            if pool is None or pool.incarnation != sample.identity.incarnation:
+                return None
+            return self._describe(pool, sample)
+
+    def _describe(self, pool: PoolRecord, sample: PoolSample) -> PoolStanding:
+        policy, seen, state = self._policy, pool.seen, pool.state
+        known = seen is not None and state.allowance_bytes is not None
+        return PoolStanding(
+            why_not=self.settings.scope.why_not(sample.identity) or pool.stopped,
+            running=bool(pool.runner),
+            state=state,
+            spent_bytes=policy.spent_bytes(state, seen) if seen else state.spent_bytes,
+            budget_bytes=policy.budget_bytes(state, seen) if known and seen else None,
+            answer=pool.answer,
+            verdicts=tuple(pool.verdicts),
+            last_run=pool.last_run,
+        )
 
     def tallies(self) -> Mapping[str, Tally]:
         """Counts by pool id; copies."""

@@ -56,7 +56,7 @@ class Keeper:
 
 
 def evaluator_of(scene: Any, keeper: Any) -> Evaluator:
-    pools = PoolFeed(scene.driver.standing)
+    pools = PoolFeed(scene.driver.standing_if_known)
     return Evaluator(default_rules(), keeper, pools, OwnFeed("node-1", 1.0, list), clock=scene.clock)
 
 
@@ -176,6 +176,8 @@ def test_a_state_that_cannot_be_read_is_forgotten_with_a_line(
 
 def test_a_real_clock_will_do(scene: MakeScene) -> None:
     here = full(scene)
-    evaluator = Evaluator(default_rules(), Keeper(), PoolFeed(here.driver.standing), OwnFeed("node-1", 1.0, list))
+    evaluator = Evaluator(
+        default_rules(), Keeper(), PoolFeed(here.driver.standing_if_known), OwnFeed("node-1", 1.0, list)
+    )
     assert evaluator.tick(here.view).changes == ()
     assert Clock().wall() - time.time() < 60
