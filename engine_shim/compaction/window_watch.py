@@ -19,7 +19,8 @@ class WindowWatch:
 
     def __init__(self, plan: MovePlan) -> None:
         start, length = plan.window
-        self.blocks: NDArray[np.int64] = start + np.unique(np.linspace(0, max(0, length - 1), SAMPLE_BLOCKS, dtype=int))
+        count = min(SAMPLE_BLOCKS, length)
+        self.blocks: NDArray[np.int64] = start + np.arange(count) * length // max(1, count)
         self._length = length
         self._sources = plan.moves[:, 0]
         self._between = max(_LEAST_MOVES, len(plan.moves) // _LOOKS)

@@ -21,8 +21,8 @@ from engine_shim.pool.policies import POLICIES
 from engine_shim.reference.build import EngineSettings, arrivals, build_engine
 from engine_shim.reference.clock import RealClock, VirtualClock
 from engine_shim.reference.engine import Pace
-from engine_shim.reference.geometry import GEOMETRIES, smallest_filling
-from engine_shim.reference.kv_cache import DTYPES
+from engine_shim.reference.geometry import GEOMETRIES, TEST_GEOMETRY, smallest_filling
+from engine_shim.reference.quantization import STORED_FORMATS
 from engine_shim.reference.scheduler import Limits
 from engine_shim.reference.transfer import PINNED_SHARE
 from engine_shim.tether import end_with_parent
@@ -50,7 +50,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="shape of the KV cache; auto: the smallest with which the pool takes at least --least-kv-mib",
     )
     parser.add_argument("--least-kv-mib", type=int, default=512, help="for --model-geometry auto")
-    parser.add_argument("--dtype", default="float16", choices=DTYPES, help="of keys and values")
+    parser.add_argument(
+        "--kv-dtype",
+        "--dtype",
+        dest="dtype",
+        default="float16",
+        choices=STORED_FORMATS,
+        help="of keys and values: plain, fp8 (e4m3, saturating), or with scales for each head and token or 32 elements",
+    )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--content", default="pattern", choices=("pattern", "model"), help="what the blocks hold")
     parser.add_argument("--speed", type=float, default=1.0, help="trace seconds a second")
@@ -110,11 +117,13 @@ class _StopOnSignal:
 def _serve(options: argparse.Namespace, stop: _StopOnSignal) -> int:
     geometry = options.model_geometry
     if geometry == "auto":
+        stored = STORED_FORMATS[options.dtype]
         geometry = smallest_filling(
             options.blocks,
             block_tokens=options.block_size,
-            element_bytes=DTYPES[options.dtype].itemsize,
+            token_bytes=stored.token_bytes,
             least_bytes=options.least_kv_mib << 20,
+            among=[g for g in GEOMETRIES.values() if g is not TEST_GEOMETRY and not stored.refusal(g.head_dim)],
         ).name
     settings = EngineSettings(
         engine_id=options.engine_id,

@@ -92,11 +92,13 @@ class PatternContent:
     def __init__(self, cache: KVCache, seed: int = 1) -> None:
         self.cache = cache
         generator = torch.Generator().manual_seed(seed)
-        width = cache.geometry.kv_heads * cache.geometry.head_dim
-        base = torch.randn((1 << BASE_ROWS_LOG2, width), generator=generator)
+        heads, head_dim = cache.geometry.kv_heads, cache.geometry.head_dim
+        base = torch.randn((1 << BASE_ROWS_LOG2, heads, head_dim), generator=generator)
+        # As the cache stores them: of a quantised format, the codes and scales of these very numbers.
+        stored = cache.format.encode(base).flatten(1)
         # Bits are moved and compared, not numbers: eight bytes at a time where a row has them, which is faster.
-        self._word = torch.int64 if width * cache.dtype.itemsize % 8 == 0 else torch.uint8
-        self._base: Tensor = base.to(cache.dtype).view(self._word).to(cache.device)
+        self._word = torch.int64 if stored[0].nbytes % 8 == 0 else torch.uint8
+        self._base: Tensor = stored.view(self._word).to(cache.device)
         self._tensors = len(cache.tensors)
         # One odd multiplier a tensor: the top bits of key * multiplier pick the row.
         with np.errstate(over="ignore"):

@@ -17,6 +17,7 @@ from engine_shim.reference.attention import attend, rotate
 from engine_shim.reference.content import Work
 from engine_shim.reference.geometry import Geometry
 from engine_shim.reference.kv_cache import KVCache
+from engine_shim.reference.quantization import StoredFormat
 from engine_shim.reference.sequence import Sequence
 
 # Standard deviation of a projection's output for an input of unit RMS: 0.25 at a hidden size of 128. Much smaller
@@ -40,10 +41,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A decoder whose output projection is its embedding, transposed. Norm gains are all one."""
+    """A decoder. Norm gains are all one: those of a real model are in the projections that follow them."""
 
     embedding: Tensor  # vocabulary, hidden
     layers: tuple[LayerWeights, ...]
+    head: Tensor | None = None  # vocabulary, hidden: the output projection; None where it is the embedding
+    theta: float = 10_000.0  # base of the rotary frequencies
 
     @staticmethod
     def random(geometry: Geometry, seed: int, device: torch.device) -> Weights:
@@ -88,7 +91,20 @@ class LayerMemory(Protocol):
 def forward(
     weights: Weights, geometry: Geometry, tokens: Tensor, spans: Items[tuple[int, int]], memory: LayerMemory
 ) -> Tensor:
-    """Logits (sequences, vocabulary) after the last token of each span.
+    """Logits (sequences, vocabulary) after the last token of each span; arguments are those of `hidden_states`."""
+    bounds = np.cumsum([stop - start for start, stop in spans])
+    return project(weights, hidden_states(weights, geometry, tokens, spans, memory)[bounds - 1])
+
+
+def project(weights: Weights, hidden: Tensor) -> Tensor:
+    """Logits (tokens, vocabulary) of hidden states (tokens, hidden)."""
+    return hidden @ (weights.embedding if weights.head is None else weights.head).T
+
+
+def hidden_states(
+    weights: Weights, geometry: Geometry, tokens: Tensor, spans: Items[tuple[int, int]], memory: LayerMemory
+) -> Tensor:
+    """Normalised hidden states (tokens, hidden) after the last layer.
 
     `tokens` are those of all spans one after the other; span i covers positions start..stop-1 of sequence i.
     """
@@ -98,8 +114,8 @@ def forward(
     hidden = weights.embedding[tokens]
     for index, layer in enumerate(weights.layers):
         normed = _normalize(hidden)
-        queries = rotate(_heads(normed @ layer.query, geometry.head_dim), positions)
-        keys = rotate(_heads(normed @ layer.key, geometry.head_dim), positions)
+        queries = rotate(_heads(normed @ layer.query, geometry.head_dim), positions, weights.theta)
+        keys = rotate(_heads(normed @ layer.key, geometry.head_dim), positions, weights.theta)
         memory.write(index, keys, _heads(normed @ layer.value, geometry.head_dim))
         attended = [
             attend(queries[bounds[i] : bounds[i + 1]], *memory.read(index, i), start)
@@ -108,8 +124,7 @@ def forward(
         hidden = hidden + torch.cat(attended) @ layer.output
         normed = _normalize(hidden)
         hidden = hidden + (torch.nn.functional.silu(normed @ layer.gate) * (normed @ layer.up)) @ layer.down
-    last = hidden[[bound - 1 for bound in bounds[1:]]]
-    return _normalize(last) @ weights.embedding.T
+    return _normalize(hidden)
 
 
 class PagedMemory:
@@ -121,15 +136,12 @@ class PagedMemory:
         self._all = [self._tensor([cache.slots(w.sequence.table, 0, w.stop)]) for w in batch]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        cache = self._cache
-        for tensor, new in ((2 * layer, keys), (2 * layer + 1, values)):
-            cache.rows(tensor).index_copy_(0, self._new, new.reshape(len(new), -1).to(cache.dtype))
+        self._cache.write(2 * layer, self._new, keys)
+        self._cache.write(2 * layer + 1, self._new, values)
 
     def read(self, layer: int, index: int) -> tuple[Tensor, Tensor]:
-        cache, slots = self._cache, self._all[index]
-        shape = (len(slots), cache.geometry.kv_heads, cache.geometry.head_dim)
-        keys = cache.rows(2 * layer).index_select(0, slots).view(shape)
-        return keys, cache.rows(2 * layer + 1).index_select(0, slots).view(shape)
+        slots = self._all[index]
+        return self._cache.read(2 * layer, slots), self._cache.read(2 * layer + 1, slots)
 
     def _tensor(self, slots: Items[NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate(slots)).to(self._cache.device)
@@ -138,12 +150,13 @@ class PagedMemory:
 class ContiguousMemory:
     """One sequence's keys and values in one growing piece: what the paged cache must agree with."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, geometry: Geometry, stored: StoredFormat) -> None:
+        self._format, self._head_dim = stored, geometry.head_dim
         self._kept: list[tuple[Tensor, Tensor] | None] = [None] * geometry.layers
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        keys, values = keys.to(self._dtype), values.to(self._dtype)
+        encode, size = self._format.encode, self._head_dim
+        keys, values = self._format.decode(encode(keys), size), self._format.decode(encode(values), size)
         if (kept := self._kept[layer]) is not None:
             keys, values = torch.cat((kept[0], keys)), torch.cat((kept[1], values))
         self._kept[layer] = (keys, values)
@@ -192,10 +205,10 @@ class Decoder:
 
 @torch.inference_mode()
 def generate_contiguous(
-    weights: Weights, geometry: Geometry, prompt: Items[int], count: int, dtype: torch.dtype
+    weights: Weights, geometry: Geometry, prompt: Items[int], count: int, stored: StoredFormat
 ) -> list[int]:
-    """Greedy tokens of one sequence over a contiguous cache of the given KV dtype, without any paging."""
-    memory = ContiguousMemory(geometry, dtype)
+    """Greedy tokens of one sequence over a contiguous cache of the given format, without any paging."""
+    memory = ContiguousMemory(geometry, stored)
     tokens, start, chosen = list(prompt), 0, []
     for _ in range(count):
         fed = torch.tensor(tokens[start:], device=weights.embedding.device)

@@ -92,10 +92,11 @@ class ElasticPages:
         counts = -(-(written + 1) * self._block_bytes // mmap.PAGESIZE) - firsts
         ends = np.cumsum(counts)
         pages = np.arange(counts.sum()) + np.repeat(firsts - (ends - counts), counts)
-        back = np.unique(pages[self._away[pages]])  # neighbours share pages
+        back = np.sort(pages[self._away[pages]])
         self._away[back] = False
-        self._pages_away -= back.size
-        self.taken_again_bytes += back.size * mmap.PAGESIZE
+        count = int(np.count_nonzero(np.diff(back, prepend=-1)))  # neighbours share pages
+        self._pages_away -= count
+        self.taken_again_bytes += count * mmap.PAGESIZE
 
     def resident_bytes(self) -> int:
         """What the kernel says of the mapping in smaps (Rss)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine_shim.errors import SettingsError
@@ -53,15 +53,21 @@ def named_geometry(name: str) -> Geometry:
 
 
 def smallest_filling(
-    num_blocks: int, *, block_tokens: int, element_bytes: int, least_bytes: int, among: Iterable[Geometry] | None = None
+    num_blocks: int,
+    *,
+    block_tokens: int,
+    token_bytes: Callable[[Geometry], int],
+    least_bytes: int,
+    among: Iterable[Geometry] | None = None,
 ) -> Geometry:
     """The geometry with the fewest bytes a token that makes `num_blocks` blocks take at least `least_bytes`.
 
+    `token_bytes` are a geometry's bytes of one token's keys and values in the format at hand.
     Where even the largest does not, the largest: a pool of few blocks is small whatever model it belongs to.
     """
     candidates = among if among is not None else (g for g in GEOMETRIES.values() if g is not TEST_GEOMETRY)
-    by_size = sorted(candidates, key=lambda geometry: geometry.token_bytes(element_bytes))
+    by_size = sorted(candidates, key=token_bytes)
     for geometry in by_size:
-        if num_blocks * block_tokens * geometry.token_bytes(element_bytes) >= least_bytes:
+        if num_blocks * block_tokens * token_bytes(geometry) >= least_bytes:
             return geometry
     return by_size[-1]

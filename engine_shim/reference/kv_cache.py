@@ -17,8 +17,7 @@ from torch import Tensor
 from engine_shim.errors import SettingsError
 from engine_shim.reference.block_copy import BlockCopier
 from engine_shim.reference.geometry import Geometry
-
-DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+from engine_shim.reference.quantization import stored_format
 
 
 def choose_device(name: str) -> torch.device:
@@ -32,10 +31,11 @@ def choose_device(name: str) -> torch.device:
 
 
 class KVCache:
-    """Keys and values of `num_blocks` blocks; `keys[layer]` is (blocks, block_tokens, kv_heads, head_dim).
+    """Keys and values of `num_blocks` blocks; `keys[layer]` is (blocks, block_tokens, kv_heads, elements).
 
-    All lie in one storage, `blocks`, of shape (blocks, layers, 2, block_tokens, kv_heads, head_dim): a block is one
-    row of `block_bytes`, so that copying, sending or giving back a run of blocks is one piece of memory. A layer's keys
+    All lie in one storage, `blocks`, of shape (blocks, layers, 2, block_tokens, kv_heads, elements): a block is one
+    row of `block_bytes`, so that copying, sending or giving back a run of blocks is one piece of memory. `elements` are
+    those of a plain dtype, one for each of head_dim, or the bytes of codes and scales (`format`). A layer's keys
     are a strided view of it. On the CPU the storage is a private anonymous mapping, of which whole pages can be given
     back to the host. All memory is touched at once: a pool that does not fit fails here and not in the middle of a run.
     """
@@ -51,22 +51,28 @@ class KVCache:
     ) -> None:
         if num_blocks < 1 or block_tokens < 1:
             raise SettingsError(f"a pool of {num_blocks} blocks of {block_tokens} tokens holds nothing; give 1 or more")
-        if dtype not in DTYPES:
-            raise SettingsError(f"KV dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
         self.geometry, self.num_blocks, self.block_tokens = geometry, num_blocks, block_tokens
-        self.dtype_name, self.dtype = dtype, DTYPES[dtype]
+        self.format = stored_format(dtype, geometry.head_dim)
+        element = self.format.element
         self.device = device or torch.device("cpu")
         self.memory: mmap.mmap | None = None  # of the storage, where it lies on the host
         self._check_room()
-        shape = (num_blocks, geometry.layers, 2, block_tokens, geometry.kv_heads, geometry.head_dim)
+        shape = (
+            num_blocks,
+            geometry.layers,
+            2,
+            block_tokens,
+            geometry.kv_heads,
+            self.format.elements(geometry.head_dim),
+        )
         if self.device.type == "cpu":
-            self.memory = _map_memory(math.prod(shape) * self.dtype.itemsize)
-            self.blocks = torch.frombuffer(self.memory, dtype=self.dtype, count=math.prod(shape)).view(shape).zero_()
+            self.memory = _map_memory(math.prod(shape) * element.itemsize)
+            self.blocks = torch.frombuffer(self.memory, dtype=element, count=math.prod(shape)).view(shape).zero_()
         else:
-            self.blocks = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self.blocks = torch.zeros(shape, dtype=element, device=self.device)
         self.keys = [self.blocks[:, layer, 0] for layer in range(geometry.layers)]
         self.values = [self.blocks[:, layer, 1] for layer in range(geometry.layers)]
-        self._rows = self.blocks.view(-1, geometry.kv_heads * geometry.head_dim)
+        self._rows = self.blocks.view(-1, shape[-2] * shape[-1])
         self.copier = BlockCopier(self.blocks, self.memory)
         self.copied_blocks = 0
 
@@ -86,12 +92,21 @@ class KVCache:
         return self.nbytes // self.num_blocks
 
     def rows(self, tensor: int) -> Tensor:
-        """Tokens of one of `tensors`, by its index there, as rows of kv_heads * head_dim that `slots` are numbers of.
+        """Tokens of one of `tensors`, by its index there, as rows of kv_heads * elements that `slots` are numbers of.
 
         Between a block's rows of this tensor and the next block's lie those of the other tensors: it is read and
         written by slot only.
         """
         return self._rows[tensor * self.block_tokens :]
+
+    def write(self, tensor: int, slots: Tensor, vectors: Tensor) -> None:
+        """Store vectors (tokens, kv_heads, head_dim), of any float dtype, at `slots` of one of `tensors`."""
+        self.rows(tensor).index_copy_(0, slots, self.format.encode(vectors).flatten(1))
+
+    def read(self, tensor: int, slots: Tensor) -> Tensor:
+        """What `slots` of one of `tensors` read as, (tokens, kv_heads, head_dim)."""
+        stored = self.rows(tensor).index_select(0, slots).view(len(slots), self.geometry.kv_heads, -1)
+        return self.format.decode(stored, self.geometry.head_dim)
 
     def slots(self, table: Sequence[int], start: int, stop: int) -> NDArray[np.int64]:
         """Where a sequence's tokens start..stop-1 lie, through its block table: rows of any tensor."""
@@ -134,7 +149,7 @@ class KVCache:
         return data
 
     def _check_room(self) -> None:
-        needed = self.num_blocks * self.block_tokens * self.geometry.token_bytes(self.dtype.itemsize)
+        needed = self.num_blocks * self.block_tokens * self.format.token_bytes(self.geometry)
         if self.device.type == "cuda":
             available: int | None = torch.cuda.mem_get_info(self.device)[0]
         else:

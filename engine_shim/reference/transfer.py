@@ -1,8 +1,9 @@
 """Finished sequences sent to a file or a peer by a thread of its own; their blocks stay pinned meanwhile.
 
-Stream: one line of JSON (`request_id`, `blocks`, `runs`, `block_shape`, `block_bytes`, `dtype`, `tokens`), then the
-blocks in the order of the sequence, each in the order of `block_shape`: layers, keys and values, tokens, heads,
-elements. A run of neighbouring blocks is one piece of memory.
+Stream: one line of JSON (`request_id`, `blocks`, `runs`, `block_shape`, `block_bytes`, `dtype`, `head_dim`, `tokens`),
+then the blocks in the order of the sequence, each in the order of `block_shape`: layers, keys and values, tokens,
+heads, elements, which are bytes of codes and scales where `dtype` is a quantised format. A run of neighbouring blocks
+is one piece of memory.
 """
 
 from __future__ import annotations
@@ -204,7 +205,8 @@ class Transfers:
             "runs": runs,
             "block_shape": list(cache.blocks.shape[1:]),
             "block_bytes": cache.block_bytes,
-            "dtype": cache.dtype_name,
+            "dtype": cache.format.name,
+            "head_dim": cache.geometry.head_dim,
             "tokens": job.sequence.computed,
         }
         pacer = self._pacer
