@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from alerts.clock import SYSTEM_CLOCK, Clock
@@ -20,7 +21,7 @@ from alerts.encoding import RowUnreadable, dump_alert, dump_change, dump_mute, l
 from alerts.errors import AlertsError
 from alerts.grouping import GROUP_BY, Waiting, group_of
 from alerts.log import log_event
-from alerts.model import Alert, Change
+from alerts.model import Alert, Change, Severity
 from alerts.mutes import Mute
 from alerts.notice import Notice
 from alerts.outbox import Backlog, Delta, Outbox, Standing
@@ -29,6 +30,7 @@ from alerts.tally import Counted, Tally
 LOCK_WAIT_SECONDS: Final = 5.0  # an agent that is being replaced may still be ending
 MEND_SECONDS: Final = 30.0  # between attempts to write the file again
 LOCK_PAUSE_SECONDS: Final = 0.1
+NOTHING_LEAST: Final[Mapping[str, Severity]] = MappingProxyType({})
 
 
 class Store:
@@ -39,15 +41,20 @@ class Store:
         path: Path | None,
         sinks: Iterable[str] = (),
         *,
+        least: Mapping[str, Severity] = NOTHING_LEAST,
         clock: Clock = SYSTEM_CLOCK,
         group_by: Sequence[str] = GROUP_BY,
         lock_wait_seconds: float = LOCK_WAIT_SECONDS,
         mend_seconds: float = MEND_SECONDS,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Reads what an earlier agent left; waits for one that still holds the file, that long."""
+        """Reads what an earlier agent left; waits for one that still holds the file, that long.
+
+        `least` names sinks that are told only of alerts which are, or become, at least so bad.
+        """
         self.path = path
         self.tally = Tally(sinks := tuple(sinks))
+        self._least = dict(least)
         self._clock = clock
         self._group_by = tuple(group_by)
         self._mend_seconds = mend_seconds
@@ -175,7 +182,9 @@ class Store:
             self._database, self._mend_at, self._trouble = None, None, "closed"
 
     def _enqueue(self, sink: str, changes: Sequence[Change], now: float) -> list[tuple[str, Delta]]:
-        outbox = self._outboxes[sink]
+        outbox, least = self._outboxes[sink], self._least.get(sink, Severity.INFO)
+        # A severity does not fall within an episode: of one that was told, the end is told too.
+        changes = [change for change in changes if change.alert.severity.rank >= least.rank]
         deltas = [outbox.put(Waiting(change, group_of(change.alert, self._group_by), now)) for change in changes]
         coalesced = sum(delta.removals for delta in deltas)
         folded = outbox.fold()

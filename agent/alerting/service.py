@@ -11,13 +11,14 @@ from agent.alerting.evaluator import Evaluator
 from agent.alerting.feed import PoolFeed
 from agent.alerting.own import Delivery, OwnFeed
 from agent.alerting.rule_files import load_rules
-from agent.alerting.sinks import LOG, make_sinks
+from agent.alerting.sinks import LOG, SLACK, make_sinks
 from agent.compaction.driver import CompactionDriver
 from agent.config import AgentSettings
 from agent.engine_metrics.model import EngineMetricsView
 from agent.log import EventLog
 from agent.sampling.model import AgentView, Clock
 from alerts.lifecycle import LifecycleSettings
+from alerts.model import Severity
 from alerts.pipeline import Pipeline
 from alerts.rules import Rule
 from alerts.sinks.base import Sink
@@ -74,7 +75,8 @@ class Alerting:
         rules = load_rules(settings.alert_rules)
         sinks = make_sinks(settings)
         names = [sink.name for sink in sinks]
-        store = Store(settings.alert_store, names, clock=clock)
+        least = {SLACK: Severity(settings.slack_severity)}
+        store = Store(settings.alert_store, names, least=least, clock=clock)
         page = settings.alert_page.rstrip("/")
         return cls(
             rules,

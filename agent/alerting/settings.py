@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr
 from pydantic.config import JsonDict
@@ -32,6 +33,9 @@ class AlertSettings(BaseSettings):
         default=None, description="URL of a Slack incoming webhook", json_schema_extra=NO_FLAG
     )
     slack_webhook_url_file: Path | None = Field(default=None, description="file that holds that URL instead")
+    slack_severity: Literal["info", "warning", "critical"] = Field(
+        default="info", description="least severity that Slack is told of"
+    )
     slack_proxy: str = Field(default="environment", description=f"Slack's {PROXY}")
     slack_timeout_seconds: float = Field(default=TIMEOUT_SECONDS, gt=0, le=120, description="Slack's time to answer")
 
