@@ -2,10 +2,18 @@
 # The checks that need a CUDA card, within eight minutes: the tests marked `gpu`, then the reference engine in both
 # content modes. Needs Python 3.11 or newer with torch and NumPy (PYTHON names another one), and pytest for the tests.
 # The figures are printed as one table; engine reports go to OUT (default: a temporary folder) as JSON.
+# `gpu_check.sh vllm` checks the vLLM plugin instead, also within eight minutes, in a Python that has vLLM 0.32 and torch
+# for CUDA: tokens, hits and evictions on the V1 and the V2 runner under async scheduling, and what it costs there.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${OUT:-$(mktemp -d)}
+if [ "${1:-}" = vllm ]; then
+    exec timeout 480 "$PYTHON" benchmarks/vllm_gpu.py --json "$OUT/vllm.json"
+elif [ $# -gt 0 ]; then
+    echo "error: $1 is no part of this check; give vllm, or nothing" >&2
+    exit 2
+fi
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 "$PYTHON" - <<'PYTHON_END'

@@ -32,7 +32,9 @@ MODES = {
     "relocating": {"KVATLAS_VLLM_ALLOCATION": "relocating"},
     "moving": {"KVATLAS_VLLM_COMPACTION": "1"},
 }
-SECONDS = 110  # a process may take
+SECONDS = 110.0  # a process may take
+TOTAL_SECONDS = 450.0  # all of them may take
+ROUND_SECONDS = 180.0  # after which no further round is begun
 
 
 def workload() -> list[tuple[str, list[int], int]]:
@@ -121,8 +123,10 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def run(device: str, runner: str, mode: str, folder: Path) -> dict[str, Any]:
-    """One process; its report, or what went wrong."""
+def run(device: str, runner: str, mode: str, folder: Path, seconds: float) -> dict[str, Any]:
+    """One process, for so long at most; its report, or what went wrong."""
+    if seconds <= 0:
+        return {"error": "no time was left"}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("KVATLAS_")}
     environment |= MODES[mode] | {
         "KVATLAS_DIR": str(folder / "maps"),
@@ -135,10 +139,10 @@ def run(device: str, runner: str, mode: str, folder: Path) -> dict[str, Any]:
     command = [sys.executable, __file__, "--serve", "--device", device, "--folder", str(folder)]
     try:
         finished = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+            command, env=environment, capture_output=True, text=True, timeout=min(SECONDS, seconds), check=False
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"not done within {SECONDS} s"}
+        return {"error": f"not done within {min(SECONDS, seconds):.0f} s"}
     lines = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
     if finished.returncode or not lines:
         return {"error": finished.stderr.strip()[-600:]}
@@ -171,11 +175,16 @@ def main() -> int:
     runners = ("V1", "V2") if options.device == "cuda" else ("V1",)
     reports: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
         for turn in range(options.rounds):
+            if time.monotonic() - began > ROUND_SECONDS:
+                break
             for runner in runners:
                 names = list(MODES)[:: 1 if turn % 2 == 0 else -1]
                 for mode in names:
-                    reports.setdefault((runner, mode), []).append(run(options.device, runner, mode, Path(folder)))
+                    left = TOTAL_SECONDS - (time.monotonic() - began)
+                    report = run(options.device, runner, mode, Path(folder), left)
+                    reports.setdefault((runner, mode), []).append(report)
     failed = False
     print(f"{'runner':7}{'mode':12}{'same':>6}{'seconds':>9}{'CPU s':>8}{'steps':>7}{'copies':>8}{'moves':>7}  notes")
     for (runner, mode), found in reports.items():

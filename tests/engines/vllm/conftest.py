@@ -17,7 +17,7 @@ import pytest
 
 HERE = Path(__file__).parent
 LEFT_OUT = "KVATLAS_TEST_ENGINES=0: tests against real engines were left out"
-DRIVER_SECONDS = 420
+DRIVER_SECONDS = 600
 
 Report = dict[str, Any]
 
@@ -111,6 +111,16 @@ def relocating(drive: Callable[..., Report]) -> Report:
 def compacting(drive: Callable[..., Report]) -> Report:
     """Moves of live blocks, in one process, every map compared at every step."""
     return drive("drive_compacting", VLLM_ENABLE_V1_MULTIPROCESSING="0", KVATLAS_AUDIT_STEPS="1")
+
+
+@pytest.fixture(scope="session")
+def language_model(drive: Callable[..., Report], repository_root: Path) -> Report:
+    """SmolLM2-135M under vLLM's defaults, in three variants."""
+    script = repository_root / "scripts" / "smollm2.sh"
+    found = subprocess.run([script], stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL, check=False)
+    if found.returncode != 0:
+        pytest.fail(f"{script.name} could not make the model's folder", pytrace=False)
+    return drive("drive_language_model", VLLM_ENABLE_V1_MULTIPROCESSING="0", TEST_MODEL=found.stdout.strip())
 
 
 @pytest.fixture(scope="session")

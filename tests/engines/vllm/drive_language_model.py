@@ -1,8 +1,8 @@
-"""Serves a real language model from vLLM's defaults, stock, relocating, and relocating with moves of live blocks.
+"""Serves a real language model under vLLM's defaults: stock, relocating, and with moves of live blocks.
 
     python drive_language_model.py WORK_FOLDER
 
-KVATLAS_TEST_MODEL names the model's folder. Prints one line, `RESULT {...}`. Only the number of blocks is not vLLM's
+TEST_MODEL names the model's folder. Prints one line, `RESULT {...}`. Only the number of blocks is not vLLM's
 default: as many as let prefixes be evicted.
 """
 
@@ -54,7 +54,7 @@ def serve(allocation: str, compaction: str) -> dict[str, Any]:
     for old in adapter.attachments():
         old.stop("the next variant begins")
     os.environ |= {"KVATLAS_VLLM_ALLOCATION": allocation, "KVATLAS_VLLM_COMPACTION": compaction}
-    llm = LLM(model=os.environ["KVATLAS_TEST_MODEL"], max_model_len=2048, num_gpu_blocks_override=BLOCKS)
+    llm = LLM(model=os.environ["TEST_MODEL"], max_model_len=2048, num_gpu_blocks_override=BLOCKS)
     KEPT.append(llm)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     (attachment,) = [one for one in adapter.attachments() if one.scheduler is scheduler]
@@ -108,7 +108,7 @@ def main() -> None:
     results = {
         "stock": serve("stock", "0"),
         "relocating": serve("relocating", "0"),
-        "moving": serve("relocating", "1"),
+        "moving": serve("stock", "1"),
     }
     print("RESULT " + json.dumps(results), flush=True)
 

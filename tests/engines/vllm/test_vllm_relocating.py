@@ -167,3 +167,19 @@ def test_a_connector_that_saves_and_loads_finds_what_it_saved(relocating: Report
     assert ours["copies"] > 100
     assert ours["layers_restored"] == ours["layers_equal"] == stock["layers_restored"]
     assert ours["layers_restored"] >= 100
+
+
+@pytest.mark.parametrize("variant", ["relocating", "moving"])
+def test_a_language_model_under_vllms_defaults_says_the_same(language_model: Report, variant: str) -> None:
+    stock, ours = language_model["stock"], language_model[variant]
+    assert same(stock, ours) == []
+    assert ours["texts"] == stock["texts"]
+    assert all(text.strip() for text in ours["texts"])
+    assert ours["faults"] == []
+    assert ours["reason"] == ""
+    assert ours["repairs"] == 0
+    # Prefixes were hit and evicted, and something was moved.
+    assert sum(ours["cached_tokens"]) > 0
+    assert len(ours["evicted"]) > 10
+    assert ours["copies" if variant == "relocating" else "moved"] > 0
+    assert ours["fragmentation"] <= stock["fragmentation"]
