@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-import numpy.ma  # noqa: F401 - NumPy's set routines load it at their first call: 6 ms in the middle of a step
+import numpy.ma  # NumPy's set routines load it at their first call: 6 ms in the middle of a step
 from numpy.typing import NDArray
 
 from engine_shim.compaction.chunk_costs import ChunkCosts
