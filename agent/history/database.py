@@ -34,14 +34,18 @@ from alerts.database import CORRUPT, LOCKED, DatabaseUnusable, Fault
 VERSION = 1
 MODE = 0o600
 MIN_BYTES = 32 * 2**20
-WAL_BYTES = 8 * 2**20  # of the size that is kept: what SQLite has beside the file
+WAL_BYTES = 12 * 2**20  # of the size that is kept: what SQLite has beside the file
 WAL_PAGES = 1000  # 4 MiB, then its contents go into the file
-FULL_SHARE, ROOMY_SHARE = 0.9, 0.8  # of the size: begin, and end, to drop what is oldest
+PIECE_BYTES = 2 * 2**20  # of frames in one transaction, each page of which goes through the WAL, also to be dropped
+MAX_CHAIN_BYTES = 2**20
+ROOM_SHARE, ROOM_BYTES = 0.1, 6 * 2**20  # of the size, what is kept free at least: a write must never meet the end
+DROP_SHARE = 0.1  # of the size, what is dropped at once where less is free
 MAX_CHAINS = 1024
 MARKS_KEEP_SECONDS = 30 * 86_400.0
 MAX_MARKS, MAX_LINES = 100_000, 2_000
 AHEAD_SECONDS = 120.0  # what lies farther in the future is of a clock that was wrong
-CHAINS_AT_ONCE = 20
+CHAINS_AT_ONCE = 100
+DROPPED_SECONDS = 21_600  # of samples at once
 BUSY_SECONDS = 2.0
 SCHEMA = (
     "CREATE TABLE pools (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE)",
@@ -115,6 +119,7 @@ class _Chain:
     began_unix: float
     incarnation: str
     length: int = 0
+    size_bytes: int = 0
     time_unix: float = 0.0
     states: States = field(default_factory=lambda: np.zeros(0, np.uint8))
 
@@ -174,15 +179,18 @@ class HistoryDatabase:
 
     def expire(self, now_unix: float) -> None:
         """Drop what is older than its tier keeps, and what lies in the future."""
+        while self._transact(lambda: self._expire_chains(now_unix)):
+            pass
         self._transact(lambda: self._expire(now_unix))
 
     def shrink(self) -> int:
-        """Where the file is nearly as large as it may be, drop the oldest; returns how many chains of frames, or days
-        of samples, that were."""
+        """Where the file is nearly as large as it may be, drop the oldest; returns how many chains of frames, or
+        stretches of samples, that were."""
         dropped = 0
-        if self.used_bytes() <= FULL_SHARE * self._budget:
+        full = self._budget - max(ROOM_SHARE * self._budget, ROOM_BYTES)
+        if self.used_bytes() <= full:
             return dropped
-        while self.used_bytes() > ROOMY_SHARE * self._budget:
+        while self.used_bytes() > full - DROP_SHARE * self._budget:
             if not (gone := self._transact(self._drop_oldest)):
                 break
             dropped += gone
@@ -261,7 +269,9 @@ class HistoryDatabase:
                 before = chain.states
             else:
                 chain = _Chain(self._last_frame, frame.time_unix, frame.incarnation)
-            chain.length, chain.time_unix, chain.states = chain.length + 1, frame.time_unix, frame.states
+            data = encode_frame(frame.states, before)
+            chain.length, chain.size_bytes = chain.length + 1, chain.size_bytes + len(data)
+            chain.time_unix, chain.states = frame.time_unix, frame.states
             self._chains.pop(key, None)
             self._chains[key] = chain  # the last one, so that those of pools that are gone come first
             self._connection.execute(
@@ -273,7 +283,7 @@ class HistoryDatabase:
                     chain.head,
                     frame.incarnation,
                     frame.sequence,
-                    encode_frame(frame.states, before),
+                    data,
                 ),
             )
         while len(self._chains) > MAX_CHAINS:
@@ -293,15 +303,6 @@ class HistoryDatabase:
                 gone = (pool, tier.step_seconds)
                 run("DELETE FROM samples WHERE pool = ? AND tier = ? AND start < ?", (*gone, oldest))
                 run("DELETE FROM samples WHERE pool = ? AND tier = ? AND start > ?", (*gone, newest))
-        for tier, longest in zip(FRAME_TIERS, CHAINS, strict=True):
-            # A chain goes as a whole, once its last frame is as old as its first one may be.
-            oldest = now_unix - tier.keep_seconds - longest * tier.step_seconds
-            newest = now_unix + AHEAD_SECONDS
-            chains = run(
-                "SELECT id FROM frames WHERE id = head AND tier = ? AND (time_ms < ? OR time_ms > ?)",
-                (tier.step_seconds, oldest * 1000, newest * 1000),
-            )
-            self._drop_chains(id for (id,) in chains.fetchall())
         oldest, newest = now_unix - MARKS_KEEP_SECONDS, now_unix + AHEAD_SECONDS
         run("DELETE FROM marks WHERE time_ms < ? OR time_ms > ?", (oldest * 1000, newest * 1000))
         run("DELETE FROM marks WHERE id <= (SELECT max(id) FROM marks) - ?", (MAX_MARKS,))
@@ -315,25 +316,44 @@ class HistoryDatabase:
                 self._forget(name)
         return self._connection.total_changes - before
 
+    def _expire_chains(self, now_unix: float) -> int:
+        """A chain goes as a whole, once its last frame is as old as its first one may be."""
+        for tier, longest in zip(FRAME_TIERS, CHAINS, strict=True):
+            oldest = now_unix - tier.keep_seconds - longest * tier.step_seconds
+            limits = (tier.step_seconds, oldest * 1000, (now_unix + AHEAD_SECONDS) * 1000)
+            if dropped := self._drop_chains("tier = ? AND (time_ms < ? OR time_ms > ?)", limits):
+                return dropped
+        return 0
+
     def _drop_oldest(self) -> int:
         """Frames first: they take most of the room, and the numbers say more of what is long past."""
         run = self._connection.execute
-        chains = run("SELECT id FROM frames WHERE id = head ORDER BY time_ms LIMIT ?", (CHAINS_AT_ONCE,)).fetchall()
-        if chains:
-            self._drop_chains(id for (id,) in chains)
-            return len(chains)
+        if dropped := self._drop_chains("TRUE", ()):
+            return dropped
         first = run("SELECT min(start) FROM samples").fetchone()[0]
         if first is None:
             return 0
-        run("DELETE FROM samples WHERE start < ?", (first + 86_400,))
+        run("DELETE FROM samples WHERE start < ?", (first + DROPPED_SECONDS,))
         self._open_buckets.clear()
         return 1
 
-    def _drop_chains(self, heads: Iterable[int]) -> None:
-        gone = set(heads)
+    def _drop_chains(self, which: str, values: tuple[float, ...]) -> int:
+        """Drop some of those chains, the oldest first; returns how many."""
+        gone, size = set(), 0
+        found = self._connection.execute(
+            "SELECT id, (SELECT sum(length(data)) FROM frames WHERE head = first.id) FROM frames AS first"  # noqa: S608
+            f" WHERE id = head AND {which} ORDER BY time_ms LIMIT ?",
+            (*values, CHAINS_AT_ONCE),
+        )
+        for head, length in found.fetchall():
+            gone.add(head)
+            size += length
+            if size >= PIECE_BYTES:
+                break
         self._connection.executemany("DELETE FROM frames WHERE head = ?", [(head,) for head in gone])
         for key in [key for key, chain in self._chains.items() if chain.head in gone]:
             del self._chains[key]
+        return len(gone)
 
     # ---- the rest -------------------------------------------------------------------------------------------------
 
@@ -376,6 +396,7 @@ def _goes_on(chain: _Chain, frame: Frame, tier: Tier, longest: int) -> bool:
     """May the frame say only what changed? Not in an endless chain, nor where the clock was set back."""
     return (
         chain.length < longest
+        and chain.size_bytes < MAX_CHAIN_BYTES
         and chain.time_unix < frame.time_unix < chain.began_unix + longest * tier.step_seconds
         and chain.incarnation == frame.incarnation
         and chain.states.size == frame.states.size

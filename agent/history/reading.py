@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from agent.history.tiers import FRAME_TIERS, RECORD, Tier
 from alerts.database import DatabaseUnusable, Fault
 
 MAX_MARKS_READ = 1000
+MAX_AT_ONCE = 2  # questions; each has three files open
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class HistoryReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._turns = threading.BoundedSemaphore(MAX_AT_ONCE)
 
     def pools(self) -> tuple[str, ...]:
         """Every pool that something is kept of, by name."""
@@ -148,6 +151,11 @@ class HistoryReader:
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
+        with self._turns, self._connected() as connection:
+            yield connection
+
+    @contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
         try:
             where = f"file:{quote(str(self.path.absolute()))}?mode=rw"  # rw: a WAL that nobody has open is made shared
             connection = sqlite3.connect(where, timeout=BUSY_SECONDS, isolation_level=None, uri=True)

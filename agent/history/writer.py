@@ -11,11 +11,11 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agent.history.database import Entry, Frame, HistoryDatabase, Line, unusable
+from agent.history.database import PIECE_BYTES, Entry, Frame, HistoryDatabase, Line, unusable
 from agent.log import EventLog
 from agent.sampling.model import Clock
 from alerts.database import DatabaseUnusable, Fault, set_aside
@@ -115,13 +115,14 @@ class HistoryWriter:
             self._give_up(DatabaseUnusable(Fault.CORRUPT, "a reader met damage"))
         if self._database is None and not self._open():
             return
-        entries = self._take()
-        database = self._database
+        entries, database, written = self._take(), self._database, 0
         if database is None:
             return
         try:
-            if entries:
-                database.write(entries)
+            for piece in _pieces(entries):
+                self._make_room(database)
+                database.write(piece)
+                written += len(piece)
             self._trouble = None
             self._log.on_change("history", str(self.path), "is kept", quiet_first="is kept")
             if self._clock.monotonic() >= self._upkeep_at:
@@ -129,7 +130,7 @@ class HistoryWriter:
                 self._look_after(database)
         except DatabaseUnusable as error:
             with self._lock:
-                self._lost[DISK] += len(entries)
+                self._lost[DISK] += len(entries) - written
             self._give_up(error)
 
     # ---- the file -------------------------------------------------------------------------------------------------
@@ -192,9 +193,12 @@ class HistoryWriter:
     def _look_after(self, database: HistoryDatabase) -> None:
         if self._even_since is not None and self._clock.monotonic() - self._even_since >= EVEN_SECONDS:
             database.expire(self._clock.wall())
-        if dropped := database.shrink():
-            self._log.event("the oldest history made room", pieces=dropped, limit_bytes=self._max_bytes)
+        self._make_room(database)
         self._size = database.used_bytes()
+
+    def _make_room(self, database: HistoryDatabase) -> None:
+        if database.shrink():
+            self._log.on_change("history", "size", "full, so that the oldest makes room", limit_bytes=self._max_bytes)
 
     def _watch_clock(self) -> None:
         """A clock that was set says nothing of ages: the wrong time may be the one before or the one after."""
@@ -216,3 +220,15 @@ class HistoryWriter:
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
+
+
+def _pieces(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
+    """Cut into what goes into one transaction each."""
+    first, size = 0, 0
+    for number, entry in enumerate(entries):
+        size += entry.states.nbytes if isinstance(entry, Frame) else 0
+        if size >= PIECE_BYTES:
+            yield entries[first : number + 1]
+            first, size = number + 1, 0
+    if first < len(entries):
+        yield entries[first:]
