@@ -14,6 +14,7 @@ from agent.capacity.advisor import ANOTHER_MODEL, DIFFICULTY, Option, advise
 from agent.capacity.config_reader import read_geometry
 from agent.capacity.deployment import DEFAULT_BLOCK_TOKENS, Deployment
 from agent.capacity.engine_flags import RECIPES, Recipe
+from agent.capacity.formats import KV_ALIASES, KV_FORMATS
 from agent.capacity.planner import plan
 from agent.fragmentation import FragmentationReport
 from engine_shim.snapshot import MapSnapshot
@@ -191,6 +192,9 @@ def _block_size(pool: LivePool) -> LiveOption:
 
 def _eight_bits(pool: LivePool) -> LiveOption:
     size = ELEMENT_BYTES.get(pool.dtype)
+    known = KV_FORMATS.get(KV_ALIASES.get(pool.dtype, pool.dtype))
+    if known is not None and known.bits < 16:
+        return _out("kv-fp8", f"the cache is {pool.dtype} already")
     if size is None:
         return _out("kv-fp8", f"the map names the cache's dtype {pool.dtype or '(none)'}, whose size is not known here")
     if size == 1:

@@ -131,5 +131,5 @@ def test_wrong_settings_are_named() -> None:
 @pytest.mark.parametrize(("blocks", "model"), [(80_000, "stories260K"), (8_000, "stories15M"), (100, "Llama-3.1-8B")])
 def test_the_smallest_model_that_fills_the_pool_is_chosen(blocks: int, model: str) -> None:
     least = 512 << 20 if blocks > 100 else 1 << 62
-    geometry = smallest_filling(blocks, block_tokens=16, element_bytes=2, least_bytes=least)
+    geometry = smallest_filling(blocks, block_tokens=16, token_bytes=lambda one: one.token_bytes(2), least_bytes=least)
     assert geometry is GEOMETRIES[model]

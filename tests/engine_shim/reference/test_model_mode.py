@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from engine_shim.reference.decoder import Decoder, generate_contiguous
 from engine_shim.reference.engine import Engine
 from engine_shim.reference.geometry import TEST_GEOMETRY
+from engine_shim.reference.quantization import STORED_FORMATS
 from engine_shim.reference.scheduler import Limits
 from engine_shim.reference.sequence import Sequence, sequence_of
 from engine_shim.workload import TraceRequest
@@ -56,7 +56,7 @@ def contiguous(engine: Engine, queued: list[Sequence]) -> list[list[int]]:
             engine.cache.geometry,
             sequence.tokens[: sequence.prompt_tokens].tolist(),
             sequence.max_tokens - sequence.prompt_tokens,
-            engine.cache.dtype,
+            engine.cache.format,
         )
         for sequence in queued
     ]
@@ -109,7 +109,7 @@ def test_forks_need_their_copies(make_engine: EngineMaker, monkeypatch: pytest.M
     for member in (sequence, branch):
         known = member.tokens[:41].tolist()
         assert len(known) == 41
-        wanted = generate_contiguous(runner.weights, TEST_GEOMETRY, known, 11, torch.float32)
+        wanted = generate_contiguous(runner.weights, TEST_GEOMETRY, known, 11, STORED_FORMATS["float32"])
         same.append(member.tokens[41:].tolist() == wanted)
     assert sequence.tokens[40] != branch.tokens[40]
     assert all(same) is not left_out

@@ -70,7 +70,9 @@ def pinned_shares(policy: str, folder: Path, *, seconds: float) -> list[float]:
     blocks = suggest_blocks(workload)
     pool = BlockPool(blocks, policy=policy, reserved=(0,))
     cache = KVCache(SMALLEST, blocks)
-    real = smallest_filling(blocks, block_tokens=16, element_bytes=2, least_bytes=LEAST_KV_MIB << 20)
+    real = smallest_filling(
+        blocks, block_tokens=16, token_bytes=lambda one: one.token_bytes(2), least_bytes=LEAST_KV_MIB << 20
+    )
     scale = SMALLEST.token_bytes(2) / real.token_bytes(2)  # as many blocks a second as the demo sends
     clock = SharedClock()
     transfers = Transfers(
