@@ -89,7 +89,7 @@ def _alerts(settings: AgentSettings) -> Finding:
         return Finding("alerts", "failed", str(error), "mend the setting; kvatlas alerts check FILE reads rules alone")
     message = f"{len(rules)} rules, told to {', '.join(names) or 'nobody'}"
     if settings.alert_store is None and set(names) - {LOG}:
-        action = "set KVATLAS_ALERT_STORE to a file, so that a restart repeats and loses nothing"
+        action = "set KVATLAS_STATE_DIR to a folder that lasts, so that a restart repeats and loses nothing"
         return Finding("alerts", "warning", f"{message}, kept in memory alone", action)
     return Finding("alerts", "ok", message)
 

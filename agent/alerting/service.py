@@ -98,7 +98,7 @@ class Alerting:
                 "alerts are kept in memory alone",
                 level=logging.WARNING,
                 sinks=", ".join(told),
-                action="set KVATLAS_ALERT_STORE: without it a restart tells again what it finds, and loses the rest",
+                action="set KVATLAS_STATE_DIR: without it a restart tells again what it finds, and loses the rest",
             )
         self.pipeline.start()
         self._thread.start()

@@ -27,7 +27,9 @@ def agent_command() -> Callable[..., None]:
         run_agent(load_settings({name: value for name, value in given.items() if value not in (None, [])}, file=config))
 
     parameters = [_parameter("config", CONFIG)]
-    for name, field in AgentSettings.model_fields.items():
+    # Those of the agent as a whole first, then those of its parts.
+    fields = sorted(AgentSettings.model_fields.items(), key=lambda item: item[0] not in AgentSettings.__annotations__)
+    for name, field in fields:
         if has_flag(name):
             parameters.append(_parameter(name, Annotated[_kind(field) | None, _option(name, field)]))
     agent.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
