@@ -2,8 +2,8 @@
 
     python drive_language_model.py WORK_FOLDER
 
-TEST_MODEL names the model's folder. Prints one line, `RESULT {...}`. Only the number of blocks is not vLLM's
-default: as many as let prefixes be evicted.
+TEST_MODEL names the model's folder. Prints one line, `RESULT {...}`. Not vLLM's default are the number of blocks, as
+many as let prefixes be evicted, and that the model is not compiled, which takes most of a minute for each start.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def serve(allocation: str, compaction: str) -> dict[str, Any]:
     for old in adapter.attachments():
         old.stop("the next variant begins")
     os.environ |= {"KVATLAS_VLLM_ALLOCATION": allocation, "KVATLAS_VLLM_COMPACTION": compaction}
-    llm = LLM(model=os.environ["TEST_MODEL"], max_model_len=2048, num_gpu_blocks_override=BLOCKS)
+    llm = LLM(model=os.environ["TEST_MODEL"], max_model_len=2048, num_gpu_blocks_override=BLOCKS, enforce_eager=True)
     KEPT.append(llm)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     (attachment,) = [one for one in adapter.attachments() if one.scheduler is scheduler]
