@@ -59,18 +59,31 @@ def test_pool_nearly_full(scene: MakeScene, golden: Golden) -> None:
 def test_pool_exhaustion(scene: MakeScene, golden: Golden) -> None:
     here = scene()
     served = here.engine(blocks=1024, headroom=0.0)
-    served.ask(64, 3500, number=4)
-    served.steps = 8
-    fired = here.fires("pool-exhaustion", most=30)
+    others = served.engine.pool.allocate(820).blocks
+    served.ask(64, 3000, number=4)
+    served.steps = 2
+    fired = here.fires("pool-exhaustion", most=60)
     assert fired.alert.severity is Severity.WARNING
     worse = here.until("pool-exhaustion", ChangeKind.ESCALATED)
     assert worse.alert.severity is Severity.CRITICAL
     assert worse.alert.value is not None
     assert worse.alert.value < 120
     served.drain()
+    served.engine.pool.release(others)
     over = here.ends("pool-exhaustion")
     assert over.alert.severity is Severity.CRITICAL
     golden(fired, over)
+
+
+def test_a_pool_that_warms_up_is_not_exhausted_soon(scene: MakeScene) -> None:
+    """The negative control: the same trend in a pool that is half empty."""
+    here = scene()
+    served = here.engine(blocks=1024, headroom=0.0)
+    served.ask(64, 3000, number=4)
+    served.steps = 8
+    here.tick(60)
+    assert here.numbers()[served.id]["pool_exhaustion_seconds"] < 600
+    assert here.changes == []
 
 
 def test_headroom_breached(scene: MakeScene, golden: Golden) -> None:
