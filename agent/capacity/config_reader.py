@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.capacity import families, layer_rules
-from agent.capacity.fields import LAYER_NAMES, Fields, rival_sections, text_section
+from agent.capacity.fields import LAYER_NAMES, Fields, printable, rival_sections, text_section
 from agent.capacity.formats import format_of_file
 from agent.capacity.geometry import ModelGeometry
 from agent.capacity.parameters import count_parameters
@@ -135,8 +135,9 @@ def _judge_type(model_type: str, text: Fields, reading: Reading) -> None:
             )
         if foreign:
             raise LayoutUnknown(
-                f"model_type {model_type or '(none)'} is not known here, and {', '.join(sorted(foreign)[:4])} in its "
-                "config speaks of a cache other than keys and values; take the bytes per block from the engine's log"
+                f"model_type {model_type or '(none)'} is not known here, and "
+                f"{printable(', '.join(sorted(foreign)[:4]))} in its config speaks of a cache other than "
+                "keys and values; take the bytes per block from the engine's log"
             )
         if model_type:
             reading.lower(
@@ -144,7 +145,7 @@ def _judge_type(model_type: str, text: Fields, reading: Reading) -> None:
                 f"model_type {model_type} is not known: read as a plain decoder with keys and values in each layer",
             )
     elif foreign:
-        names = ", ".join(sorted(foreign)[:4])
+        names = printable(", ".join(sorted(foreign)[:4]))
         reading.lower("low", f"{names} in the config is not known for {model_type}: its layers may keep something else")
 
 

@@ -10,6 +10,7 @@ from engine_shim.errors import SettingsError
 # Sections that hold the language model of a multimodal file, in the order in which they are looked for.
 TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "language_model", "decoder", "text_model", "llm")
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+MAX_TEXT = 4096  # characters: a letter for each of some thousand layers is the longest
 MAX_COUNT = 10**9  # of any count in a config; above, a file is not a model's
 
 
@@ -46,7 +47,7 @@ class Fields:
                 value = int(value)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise SettingsError(
-                    f"{self._where}{name}={_show(value)} in the config is no whole number; mend the file"
+                    f"{self._where}{name}={show(value)} in the config is no whole number; mend the file"
                 )
             if not least <= value <= MAX_COUNT:
                 raise SettingsError(f"{self._where}{name}={value} in the config is not in {least} to {MAX_COUNT}")
@@ -66,21 +67,23 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise SettingsError(f"{self._where}{name}={_show(value)} in the config is neither true nor false")
+            raise SettingsError(f"{self._where}{name}={show(value)} in the config is neither true nor false")
         return value
 
     def text(self, *names: str) -> str | None:
         """A string under the first of these names that is there."""
         name, value = self._first(names)
         if value is not None and not isinstance(value, str):
-            raise SettingsError(f"{self._where}{name}={_show(value)} in the config is no text")
+            raise SettingsError(f"{self._where}{name}={show(value)} in the config is no text")
+        if value is not None and (len(value) > MAX_TEXT or not value.isprintable()):
+            raise SettingsError(f"{self._where}{name}={show(value)} in the config is no name that can be shown")
         return value
 
     def listed(self, *names: str) -> Sequence[Any] | None:
         """A list under the first of these names that is there."""
         name, value = self._first(names)
         if value is not None and not isinstance(value, list):
-            raise SettingsError(f"{self._where}{name}={_show(value)} in the config is no list")
+            raise SettingsError(f"{self._where}{name}={show(value)} in the config is no list")
         return value
 
     def indices(self, name: str, end: int, *, start: int = 0) -> frozenset[int] | None:
@@ -89,7 +92,7 @@ class Fields:
         for one in value or ():
             if isinstance(one, bool) or not isinstance(one, int) or not start <= one < end:
                 raise SettingsError(
-                    f"{self._where}{name} in the config has {_show(one)}, no layer of {start} to {end - 1}"
+                    f"{self._where}{name} in the config has {show(one)}, no layer of {start} to {end - 1}"
                 )
         return None if value is None else frozenset(value)
 
@@ -127,6 +130,12 @@ def _has_layers_below(top: Fields) -> bool:
     )
 
 
-def _show(value: Any) -> str:
-    text = repr(value)
+def printable(text: str) -> str:
+    """The text, with what cannot be shown replaced, and its beginning alone where it is long."""
+    return "".join(one if one.isprintable() else "?" for one in text[:200])
+
+
+def show(value: Any) -> str:
+    """The beginning of a value of whatever type, for messages."""
+    text = repr(value[:60] if isinstance(value, str | list) else value)
     return text if len(text) <= 60 else text[:57] + "..."

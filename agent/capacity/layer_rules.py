@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.capacity import families
-from agent.capacity.fields import Fields
+from agent.capacity.fields import Fields, show
 from agent.capacity.geometry import AttentionCache, Cache, CacheKind, Confidence
 from agent.capacity.reading import LayoutUnknown, Reading, missing
 from agent.capacity.state_rules import state_of
@@ -114,7 +114,7 @@ def _kinds(model_type: str, text: Fields, layers: int, reading: Reading) -> list
             elif word in families.EMPTY_NAMES:
                 kinds.append("none")
             else:
-                raise LayoutUnknown(f"layer type {entry!r} of {model_type or 'this model'} is not known here")
+                raise LayoutUnknown(f"layer type {show(entry)} of {model_type or 'this model'} is not known here")
         return kinds
     if model_type in families.STATEFUL:
         return _stateful_kinds(model_type, text, layers)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from agent.capacity.advisor import Option, advise
 from agent.capacity.config_reader import read_geometry
 from agent.capacity.deployment import MAX_BYTES, Deployment
+from agent.capacity.fields import printable
 from agent.capacity.gpus import find_gpu
 from agent.capacity.planner import Plan, plan
 from agent.capacity.presets import PRESETS, Preset
@@ -45,7 +46,7 @@ class Answer:
 class PlanSettings(BaseModel):
     """Every setting of a plan; what is None keeps the preset's or the planner's default. Sizes are GiB of one GPU."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     gpu: str | None = Field(default=None, description="a card of the table, such as A100-80GB", max_length=128)
     gpu_memory_gib: float | None = Field(default=None, description="memory of one GPU as CUDA offers it")
@@ -157,10 +158,10 @@ def load_model(source: str) -> tuple[Mapping[str, Any], str, Deployment]:
         config = _load_object(path / CONFIG_NAME)
         index = path / INDEX_NAME
         total = _total_size(index) if index.exists() else None
-        return config, path.resolve().name, Deployment(model_weight_bytes=total)
+        return config, printable(path.resolve().name), Deployment(model_weight_bytes=total)
     if path.is_file():
         called = path.stem if path.name != CONFIG_NAME else path.resolve().parent.name
-        return _load_object(path), called, Deployment()
+        return _load_object(path), printable(called), Deployment()
     preset = find_preset(source)
     if preset is None:
         raise SettingsError(

@@ -23,6 +23,7 @@ from agent.log import EventLog
 from agent.sampling.model import AgentView, Clock, PoolSample
 from agent.web import presenter
 from agent.web.alert_routes import add_alerts
+from agent.web.body_limit import BodyLimit
 from agent.web.cells import map_cells
 from agent.web.compaction_routes import add_compaction
 from agent.web.device_routes import add_devices
@@ -71,6 +72,7 @@ def create_app(context: ApiContext) -> FastAPI:
         # Named as a range, so that FastAPI's own 422, which is never sent, is not documented.
         responses={"4XX": {"model": wire.ErrorBody}, "5XX": {"model": wire.ErrorBody}},
     )
+    app.add_middleware(BodyLimit)
     add_error_handlers(app)
     _add_probes(app, context)
     _add_engines(app, context)

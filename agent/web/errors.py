@@ -89,7 +89,15 @@ class FaultShield:
 def _describe(problem: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in problem["loc"] if part not in ("query", "path"))
     given = problem.get("input")
-    return f"{where}={given!r}: {problem['msg']}" if given is not None else f"{where}: {problem['msg']}"
+    if where == "body" and isinstance(given, bytes):
+        return "the body is not read as JSON; send it with the header Content-Type: application/json"
+    return f"{where}={_shown(given)}: {problem['msg']}" if given is not None else f"{where}: {problem['msg']}"
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value: a body may have megabytes."""
+    text = repr(value[:80] if isinstance(value, str | bytes | list) else value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def json_response(model: wire.WireModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:

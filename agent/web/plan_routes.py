@@ -68,6 +68,8 @@ def add_planning(
     app: FastAPI, sample: Callable[[str], PoolSample], require_writer: Callable[[Request], Awaitable[None]]
 ) -> None:
     """`sample` raises ApiError for a pool that is not known, `require_writer` for who may not POST."""
+    # Plans are arithmetic alone: several at once would only take each other's time, and the sampler's.
+    one_at_a_time = asyncio.Semaphore(1)
 
     @app.get("/v1/engines/{id}/advice", response_model=LiveAdvice, tags=["capacity"])
     async def advice(id: PoolId) -> Response:
@@ -81,7 +83,8 @@ def add_planning(
         """What a model keeps in memory, what fits on given GPUs, and with `advise` what to change."""
         try:
             # Off the loop: advice is some twenty plans, and a config may have thousands of layers.
-            found = await asyncio.to_thread(asked.ask)
+            async with one_at_a_time:
+                found = await asyncio.to_thread(asked.ask)
         except LayoutUnknown as unknown:
             return json_response(PlanAnswer.model_validate(refusal(asked.model or "model", str(unknown))))
         except SettingsError as error:

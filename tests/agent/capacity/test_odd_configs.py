@@ -166,3 +166,20 @@ def test_a_byte_order_mark_does_no_harm(folder: Path) -> None:
 def test_a_name_that_is_too_long_is_bad_usage(source: str) -> None:
     with pytest.raises(SettingsError, match="cannot be read"):
         load_model(source)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\x1b[31m", "a\nb", "x" * 5000])
+@pytest.mark.parametrize("field", ["model_type", "_name_or_path", "torch_dtype"])
+def test_text_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{field}=.*no name that can be shown"):
+        read_geometry(DECODER | {field: name})
+
+
+def test_odd_names_of_fields_and_files_are_shown_with_marks(tmp_path: Path) -> None:
+    found = read_geometry(DECODER | {"\ud800\x1bmamba_state": 1, "layer_types": ["full_attention"] * 32})
+    assert any("??mamba_state in the config" in one for one in found.warnings)
+    path = tmp_path / os.fsdecode(b"\xff\x1b.json")
+    path.write_text(json.dumps(DECODER))
+    assert load_model(str(path))[1] == "??"
+    with pytest.raises(LayoutUnknown, match=r"layer type '\\ud800' of llama"):
+        read_geometry(DECODER | {"layer_types": ["\ud800"] * 32})

@@ -193,6 +193,11 @@ def test_refusals_have_one_shape(world: World, path: str, status: int, error: st
     assert words in body.message
 
 
+def test_a_body_of_megabytes_is_refused_before_it_is_read(world: World) -> None:
+    reply = world.client.post("/v1/plan", content=b" " * (5 << 20), headers={"content-type": "application/json"})
+    assert (reply.status_code, reply.json()["error"]) == (413, "too_large")
+
+
 def test_an_engine_of_one_pool_goes_by_its_own_id(world: World) -> None:
     world.history.append(ID, NOW, {"free": 1.0})
     for route in ("", "/map", "/blocks", "/requests", "/history?metric=free"):
