@@ -17,6 +17,8 @@ import uvicorn
 
 from agent.alerting.families import alert_families
 from agent.alerting.service import Alerting
+from agent.blackbox.keeper import BlackBoxes
+from agent.blackbox.privacy import tell_settings
 from agent.compaction.audit import AuditLog
 from agent.compaction.driver import CompactionDriver
 from agent.config import AgentSettings
@@ -61,6 +63,7 @@ def run_agent(settings: AgentSettings) -> None:
     keeper = None
     if settings.state_dir is not None:
         keeper = HistoryKeeper(settings.state_dir, settings.state_max_mib * 2**20, memory, clock)
+        keeper.attach()
     history = keeper.history if keeper is not None else memory
     environment = {"KVATLAS_DIR": settings.dir} if settings.dir else None
     sampler = Sampler(
@@ -86,6 +89,19 @@ def run_agent(settings: AgentSettings) -> None:
         recorder = keeper.recorder
         sampler.subscribe(lambda: recorder.notice(sampler.view))
         sampler.subscribe(lambda: recorder.notice_alerts(alerting.evaluator.standing, sampler.view.taken_unix))
+    boxes = None
+    if keeper is not None and settings.state_dir is not None:
+        boxes = BlackBoxes(
+            settings.state_dir,
+            settings.black_boxes,
+            history,
+            marks=keeper.reader.marks,
+            settings=tell_settings(settings),
+            max_held=shares.maps // 4,
+            clock=clock,
+        )
+        notice_boxes = boxes.notice
+        sampler.subscribe(lambda: notice_boxes(sampler.view))
     monitor = DeviceMonitor(lambda: sampler.view, settings.device_monitor(), clock=clock)
     exporter = Exporter(
         lambda: sampler.view,
@@ -153,6 +169,8 @@ def run_agent(settings: AgentSettings) -> None:
     scraping = threading.Thread(target=scraper.run, name="engine-metrics", daemon=True)
     if keeper is not None:
         keeper.start()
+    if boxes is not None:
+        boxes.start()
     thread.start()
     deciding.start()
     monitor.start()
@@ -169,6 +187,8 @@ def run_agent(settings: AgentSettings) -> None:
         thread.join(SHUTDOWN_SECONDS)
         deciding.join(SHUTDOWN_SECONDS)
         scraping.join(SHUTDOWN_SECONDS)
+        if boxes is not None:
+            boxes.stop()
         if keeper is not None:
             keeper.stop()
         audit.close()

@@ -87,6 +87,10 @@ def complete_app(*names: str) -> typer.Typer:
         from agent.commands.plan import plan
 
         _add("plan", lambda: plan)
+    if not names or "bundle" in names:
+        from agent.commands.bundle import bundle
+
+        _add("bundle", lambda: bundle)
     return app
 
 

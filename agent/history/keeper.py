@@ -19,7 +19,7 @@ STOP_SECONDS = 3.0
 
 
 class HistoryKeeper:
-    """Everything that is there where the agent has a state folder. `start` begins to write; `stop` ends that."""
+    """Everything that is there where the agent has a state folder. `start` begins to write; `stop` ends all."""
 
     def __init__(self, folder: Path, max_bytes: int, memory: MemoryHistory, clock: Clock) -> None:
         self.writer = HistoryWriter(folder, max_bytes, clock=clock)
@@ -29,8 +29,11 @@ class HistoryKeeper:
         self._lines = LineHandler(self.writer.put)
         self._thread = threading.Thread(target=self.writer.run, name="history", daemon=True)
 
-    def start(self) -> None:
+    def attach(self) -> None:
+        """Keep the lines of the agent's log from now on."""
         logging.getLogger(ROOT).addHandler(self._lines)
+
+    def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
