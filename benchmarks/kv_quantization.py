@@ -5,7 +5,7 @@ cache of each format and are read back from it through a scattered block table, 
 Weights and arithmetic are float32 throughout, so that nothing but the cache differs. Windows are spread evenly over the
 text.
 
-    python benchmarks/kv_quantization.py [--tokens 20480] [--window 1024] [--jobs 1] [--json FILE]
+    python benchmarks/kv_quantization.py [--tokens 20480] [--window 1024] [--formats NAME ...] [--jobs 1] [--json FILE]
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from benchmarks._model_text import losses_by_transformers, model_folder, python_
 BASELINE = "float16"
 FORMATS = (BASELINE, "bfloat16", "fp8", "fp8_per_token_head", "int8", "int4", "int4_group32")
 BLOCK_TOKENS = 16
-PIECE = 500  # tokens of a step: no whole number of blocks
+PIECE = 518  # tokens of a step: no whole number of blocks, and no small rest of a window
 ROWS = 256  # positions whose logits are computed at once
 COMPARED = 256  # tokens of the first window on which Transformers is asked too
 SCHEMA = "kvatlas.benchmark.kv-quantization/v1"
@@ -98,13 +98,15 @@ def log_probabilities(weights: Weights, hidden: Tensor) -> Iterator[tuple[slice,
         yield where, project(weights, hidden[where]).log_softmax(-1)
 
 
-def measure(weights: Weights, geometry: Geometry, window: Tensor, seed: int) -> dict[str, Scores]:
+def measure(
+    weights: Weights, geometry: Geometry, window: Tensor, seed: int, formats: tuple[str, ...]
+) -> dict[str, Scores]:
     """Read one window with each format, the baseline first."""
     tokens, targets = window[:-1], window[1:]
     plain, best = torch.empty((len(tokens), geometry.vocabulary)), torch.empty(0)
     shares = torch.empty(0)
     scores = {}
-    for name in FORMATS:
+    for name in formats:
         parts = []
         hidden = read_window(weights, make_cache(geometry, tokens, name), tokens, seed)
         for where, logs in log_probabilities(weights, hidden):
@@ -174,14 +176,14 @@ def table(results: list[Result]) -> str:
 
 
 def measure_all(
-    folder: Path, windows: list[Tensor], jobs: int, *, compare: Tensor
+    folder: Path, windows: list[Tensor], formats: tuple[str, ...], jobs: int, *, compare: Tensor
 ) -> Iterator[tuple[float, Geometry, list[dict[str, Scores]]]]:
     """After each window, in order: the difference to Transformers on `compare`, and all windows so far."""
     geometry, weights = load_llama(folder)
     difference = difference_to_transformers(folder, weights, geometry, compare)
     print(f"losses of {len(compare) - 1} tokens differ from Transformers' by {difference:.1e} nats at most", flush=True)
     done: list[dict[str, Scores]] = []
-    work = [(weights, geometry, window, seed) for seed, window in enumerate(windows, 1)]
+    work = [(weights, geometry, window, seed, formats) for seed, window in enumerate(windows, 1)]
     if jobs == 1:
         for arguments in work:
             done.append(measure(*arguments))
@@ -195,7 +197,7 @@ def measure_all(
             yield difference, geometry, done
 
 
-_work: list[tuple[Weights, Geometry, Tensor, int]] = []
+_work: list[tuple[Weights, Geometry, Tensor, int, tuple[str, ...]]] = []
 
 
 @torch.inference_mode()
@@ -209,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what quantised KV caches cost.")
     parser.add_argument("--tokens", type=int, default=20_480, help="predicted, at least")
     parser.add_argument("--window", type=int, default=1024, help="tokens that a prediction can look back at, at most")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS[1:], default=FORMATS[1:], help="beside float16")
     parser.add_argument("--jobs", type=int, default=1, help="windows at once; each takes a core and 0.8 GB")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -225,9 +228,11 @@ def main() -> None:
     windows = [tokens[start : start + options.window + 1] for start in starts]
     print(f"{text.source}: {count} windows of {options.window:,} of its {len(tokens):,} tokens", flush=True)
     results: list[Result] = []
+    formats = (BASELINE, *options.formats)
     began = time.monotonic()
-    for difference, geometry, done in measure_all(folder, windows, options.jobs, compare=windows[0][: COMPARED + 1]):
-        results = [summary(name, done, geometry) for name in FORMATS]
+    compared = windows[0][: COMPARED + 1]
+    for difference, geometry, done in measure_all(folder, windows, formats, options.jobs, compare=compared):
+        results = [summary(name, done, geometry) for name in formats]
         print(f"window {len(done)} of {count}: {time.monotonic() - began:.0f} s", flush=True)
         if options.json:
             facts = {

@@ -32,16 +32,16 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
     """
     count, query_heads, head_dim = queries.shape
     kv_heads = keys.shape[1]
-    by_head = keys.float().permute(1, 2, 0)  # kv_heads, head_dim, all tokens
-    values_by_head = values.float().permute(1, 0, 2)
+    by_head = keys.float().permute(1, 2, 0)[:, None]  # kv_heads, 1, head_dim, all tokens
+    values_by_head = values.float().permute(1, 0, 2)[:, None]
     key_positions = torch.arange(keys.shape[0], device=keys.device)
     outputs = []
     for begin in range(0, count, QUERY_SLICE):
-        part = queries[begin : begin + QUERY_SLICE].float()
+        part = queries[begin : begin + QUERY_SLICE].float() / math.sqrt(head_dim)
+        reach = start + begin + len(part)  # no query of this slice looks at a later key
         grouped = part.view(len(part), kv_heads, query_heads // kv_heads, head_dim).permute(1, 2, 0, 3)
-        scores = grouped @ by_head[:, None] / math.sqrt(head_dim)
-        positions = torch.arange(start + begin, start + begin + len(part), device=keys.device)
-        scores = scores.masked_fill(key_positions > positions[:, None], -math.inf)
-        mixed = scores.softmax(dim=-1) @ values_by_head[:, None]  # kv_heads, group, queries, head_dim
+        scores = grouped @ by_head[..., :reach]
+        scores.masked_fill_(key_positions[:reach] > key_positions[start + begin : reach, None], -math.inf)
+        mixed = scores.softmax(dim=-1) @ values_by_head[:, :, :reach]  # kv_heads, group, queries, head_dim
         outputs.append(mixed.permute(2, 0, 1, 3).reshape(len(part), query_heads * head_dim))
     return torch.cat(outputs)

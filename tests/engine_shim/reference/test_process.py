@@ -92,6 +92,17 @@ def test_a_trace_is_served_to_its_end(start: Callable[..., subprocess.Popen[str]
     assert maps(tmp_path / "maps") == []
 
 
+def test_a_quantised_cache_serves_a_trace(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(
+        "--virtual-time", "--exit-when-done", "--verify-every", "20", "--requests", "10", "--kv-dtype", "int4_group32"
+    )  # fmt: skip
+    out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0, err
+    report = json.loads(out)
+    assert (report["served_requests"], report["mismatched_blocks"]) == (10, 0)
+    assert report["kv_bytes"] == 600 * 16 * 2 * 4 * 2 * 18  # layers, KV heads, and a vector of 32 in 16 + 2 bytes
+
+
 def test_model_mode_serves_a_trace(start: Callable[..., subprocess.Popen[str]]) -> None:
     process = start("--virtual-time", "--exit-when-done", "--content", "model", "--requests", "4")
     out, err = process.communicate(timeout=DEADLINE_SECONDS)
