@@ -100,6 +100,21 @@ def test_an_engine_that_is_gone_for_good_leaves_no_alert_open(scene: MakeScene) 
     served.closed = False
 
 
+def test_an_engine_that_is_started_anew_ends_what_was_so_of_the_old_one(scene: MakeScene) -> None:
+    """In good order and between two samples; what its counters gained meanwhile is nobody's."""
+    here = scene()
+    served = here.engine(headroom=0.0)
+    served.engine.pool.allocate(125)
+    here.fires("pool-nearly-full")
+    served.close()
+    here.engine(headroom=0.0)
+    (over,) = [change for change in here.tick(2) if not change.alert.firing]
+    assert (over.alert.rule, over.reason) == ("pool-nearly-full", "it is at 0 % now")
+    assert here.numbers()[served.id].get("preemptions_per_minute") is None
+    here.tick(30)
+    assert here.open == {}
+
+
 def test_counters_gain_within_a_window() -> None:
     window = Window(60.0)
     assert window.take(0.0, 1, {"a": 100}, None) is None
