@@ -82,11 +82,12 @@ class Attachment:
     def set_sleeping(self, sleeping: bool) -> None:
         """The KV memory was given back, or is there again: then the map is a new one, of the pool as it is now."""
         if sleeping:
+            self.steering.sleeps()
             for watched in self.pools:
                 watched.observer.set_flag(sleeping=True)
             return
         self.hooks.remove_all()
-        self.steering.asleep()
+        self.steering.close()
         for watched in self.pools:
             watched.observer.close()
         self.pools.clear()

@@ -72,7 +72,7 @@ class Readiness:
             return "the engine core has not begun to step yet; ask again"
         if self.asleep:
             return "the engine sleeps, and its KV memory is given back"
-        if self._scheduler.num_waiting_for_streaming_input:
+        if getattr(self._scheduler, "num_waiting_for_streaming_input", 0):
             return "a streaming session waits for input, and holds blocks meanwhile"
         if self._probed is None:
             self._probed = _probe(executor)
@@ -83,5 +83,4 @@ def _probe(executor: Any) -> str:
     names = {one.__name__ for one in type(executor).__mro__}
     if names.isdisjoint(_EXECUTORS):
         return f"it is not proven with {type(executor).__name__}"
-    answers = executor.collective_rpc(worker_moves.probe, timeout=60.0)
-    return next((answer for answer in answers if answer), "")
+    return next((answer for answer in worker_moves.ask(executor, "probe") if answer), "")

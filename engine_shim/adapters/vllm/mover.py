@@ -22,8 +22,6 @@ from engine_shim.layout import BlockState
 
 log = logging.getLogger("kvatlas.shim")
 
-RPC_SECONDS = 30.0  # for all ranks to answer; they first end the step that they are at
-
 
 class VllmMover:
     """Implements `engine_shim.compaction.mover.Mover`. Owners are numbers given to requests as they are seen."""
@@ -100,12 +98,12 @@ class VllmMover:
 
     def copy(self, moves: Moves) -> None:
         pairs = [(source, destination) for source, destination in moves.tolist()]
-        answers = self._ask(worker_moves.copy_blocks, pairs, [destination for _, destination in self._aside])
+        answers = self._ask("copy_blocks", pairs, [destination for _, destination in self._aside])
         if any(answer != len(pairs) for answer in answers):
             raise RuntimeError(f"of {len(pairs)} blocks the ranks have copied {answers}")
 
     def digests(self, blocks: NDArray[np.int64]) -> Sequence[bytes]:
-        by_rank = self._ask(worker_moves.digests, blocks.tolist())
+        by_rank = self._ask("digests", blocks.tolist())
         return [b"".join(one) for one in zip(*by_rank, strict=True)]
 
     def commit(self, moves: Moves) -> None:
@@ -117,7 +115,7 @@ class VllmMover:
         named = self._rename(renamed)
         self._committed = True
         put_back = [source for source, _ in self._aside]
-        answers = self._ask(worker_moves.settle_blocks, renamed, put_back)
+        answers = self._ask("settle_blocks", renamed, put_back)
         if len(set(answers)) > 1:
             raise RuntimeError(f"{named} places were renamed here, and {answers} by the ranks")
         self.moved += len(renamed)
@@ -159,10 +157,8 @@ class VllmMover:
 
     # vLLM's tables and workers
 
-    def _ask(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The answers of all ranks; raises where one fails or does not answer in time."""
-        answers = self._core().model_executor.collective_rpc(function, timeout=RPC_SECONDS, args=arguments)
-        return list(answers)
+    def _ask(self, name: str, *arguments: Any) -> list[Any]:
+        return worker_moves.ask(self._core().model_executor, name, *arguments)
 
     def _tables(self) -> Iterator[tuple[str, list[Any]]]:
         for manager in self._managers:

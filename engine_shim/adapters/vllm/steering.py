@@ -23,6 +23,7 @@ from engine_shim.control.server import ControlServer
 log = logging.getLogger("kvatlas.shim")
 
 _IDLE_PAUSE_SECONDS = 0.01
+_LEAVING_SECONDS = 0.2
 
 
 class Steering:
@@ -83,9 +84,12 @@ class Steering:
             self.compactor.step()
             self._watched.publish()
 
-    def asleep(self) -> None:
-        """The pool's memory goes, and its map with it."""
+    def sleeps(self) -> None:
+        """The pool's memory was given back: there is nothing to move until `prepare`."""
         self._readiness.asleep = True
+
+    def close(self) -> None:
+        """The map goes, and the control socket with it."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -97,7 +101,7 @@ class Steering:
         if self.compactor is not None:
             self.compactor.set_moving(False, reason)
             self.compactor.step()  # so that whoever waits for a run hears that it is over
-        self.asleep()
+        self.close()
 
     def relocate(self, on: bool) -> None:
         """Switch relocating allocation on or off from the next step on, where there is a relocator."""
@@ -134,7 +138,7 @@ class Steering:
 
     def _leave(self, reason: str) -> None:
         self._turn_off(reason)
-        _later(self.wake)  # the reply goes first
+        _later(self.wake, _LEAVING_SECONDS)  # the reply goes first
 
     # Moves of live blocks
 
@@ -198,7 +202,7 @@ class Steering:
             observer.counted("relocation_bytes", more * self._watched.spec.block_bytes)
 
 
-def _later(call: Callable[[], None]) -> None:
-    timer = threading.Timer(_IDLE_PAUSE_SECONDS, call)
+def _later(call: Callable[[], None], seconds: float = _IDLE_PAUSE_SECONDS) -> None:
+    timer = threading.Timer(seconds, call)
     timer.daemon = True
     timer.start()

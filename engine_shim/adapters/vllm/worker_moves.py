@@ -2,6 +2,9 @@
 
 Calls come between two steps and in order with them, so what a step that is still on the device reads and writes is
 ordered by the device's own stream. Every function returns something that the engine core compares over all ranks.
+
+The engine core calls `carry_out` alone, which does not raise: vLLM reads the answers of the ranks in turn and stops at
+one that failed, and the answers behind it would be taken for those of the next step.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 Pairs = Sequence[tuple[int, int]]
 
 RUNNERS = {
@@ -17,6 +22,23 @@ RUNNERS = {
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
 }
 _ASIDE = "_kvatlas_aside"
+
+
+def carry_out(worker: Any, name: str, *arguments: Any) -> tuple[Any, str]:
+    """What the function of this name returns, and "", or None and what went wrong."""
+    try:
+        return globals()[name](worker, *arguments), ""
+    except Exception as error:  # noqa: BLE001 - see above
+        return None, f"{type(error).__name__}: {error}"
+
+
+def ask(executor: Any, name: str, *arguments: Any) -> list[Any]:
+    """What the function of this name returns in each rank, for the engine core. Waits for all of them, however long the
+    steps before it take, as vLLM does. RuntimeError where one failed."""
+    answers = executor.collective_rpc(carry_out, args=(name, *arguments))
+    if failed := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error]:
+        raise RuntimeError("; ".join(failed))
+    return [answer for answer, _ in answers]
 
 
 def probe(worker: Any) -> str:
@@ -79,18 +101,21 @@ def settle_blocks(worker: Any, renamed: Mapping[int, int], put_back: Sequence[in
         for rows, contents in zip(_rows(runner), saved, strict=True):
             rows[list(put_back)] = contents
     count = 0
+    sources = np.fromiter(renamed, np.int64, len(renamed))
+    order = np.argsort(sources)
+    sources, destinations = sources[order], np.fromiter(renamed.values(), np.int64, len(renamed))[order]
     with runner.synchronize_input_prep():
         for state in runner.requests.values():
             for table in state.block_ids:
-                for place, block in enumerate(table):
-                    if block in renamed:
-                        table[place] = renamed[block]
-                        count += 1
-        for table in runner.input_batch.block_table.block_tables:
-            for row, length in zip(table.block_table.np, table.num_blocks_per_row.tolist(), strict=False):
-                for place, block in enumerate(row[:length].tolist()):
-                    if block in renamed:
-                        row[place] = renamed[block]
+                if not renamed.keys().isdisjoint(table):
+                    count += sum(block in renamed for block in table)
+                    table[:] = [renamed.get(block, block) for block in table]
+        for table in runner.input_batch.block_table.block_tables if renamed else ():
+            rows = table.block_table.np
+            place = np.searchsorted(sources, rows).clip(max=len(sources) - 1)
+            named = np.arange(rows.shape[1]) < table.num_blocks_per_row[: rows.shape[0], None]
+            named &= sources[place] == rows
+            rows[named] = destinations[place[named]]
     return count
 
 

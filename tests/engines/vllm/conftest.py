@@ -125,8 +125,8 @@ def language_model(drive: Callable[..., Report], repository_root: Path) -> Repor
 
 @pytest.fixture(scope="session")
 def serving(drive: Callable[..., Report]) -> Report:
-    """Engine core and worker in processes of their own, which relocate; the core is asked for things while it idles."""
-    return drive("drive_serving", KVATLAS_VLLM_ALLOCATION="relocating", KVATLAS_VLLM_COMPACTION="1")
+    """Engine core and worker in processes of their own; the core is asked for things while it serves and idles."""
+    return drive("drive_serving", KVATLAS_VLLM_ALLOCATION="auto", KVATLAS_VLLM_COMPACTION="1")
 
 
 @pytest.fixture(scope="session")

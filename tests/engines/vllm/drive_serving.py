@@ -112,6 +112,7 @@ def main() -> None:
         report["folder_made"] = MAPS.exists()
     else:
         report |= stop_the_worker(llm)
+        report |= move_meanwhile(llm)
         report |= ask_the_idle(llm)
     print("RESULT " + json.dumps(report), flush=True)
 
@@ -159,12 +160,40 @@ def stop_the_worker(llm: Any) -> dict[str, Any]:
     }
 
 
+def move_meanwhile(llm: Any) -> dict[str, Any]:
+    """Runs are asked for one after the other while requests run; blocks of theirs are moved in the worker's process."""
+    (path,) = MAPS.glob("*.kvmap")
+    dice = random.Random(8)
+    prompts = [
+        {"prompt_token_ids": [dice.randrange(3, 1000) for _ in range(dice.randrange(40, 160))]} for _ in range(24)
+    ]
+    parameters = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, detokenize=False)
+
+    def tokens() -> list[list[int]]:
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    served: list[Any] = []
+    thread = threading.Thread(target=lambda: served.extend(tokens()), daemon=True)
+    thread.start()
+    runs = []
+    while thread.is_alive():
+        runs.append(ask(path, CompactRequest(target=0.0, verify=True)))
+    thread.join()
+    return {
+        "moved": sum(run["moved_blocks"] for run in runs),
+        "verified": sum(run["details"]["verified_blocks"] for run in runs),
+        "decisions": sorted({run["decision"] for run in runs}),
+        "same_when_moved": served == tokens(),
+    }
+
+
 def ask_the_idle(llm: Any) -> dict[str, Any]:
     """An engine core without requests takes no steps, and answers all the same; then it is told to leave vLLM alone."""
     (path,) = MAPS.glob("*.kvmap")
     requests = {
         "plan": PlanRequest(target=0.0), "compact": CompactRequest(target=0.0, verify=True), "status": StatusRequest(),
-        "relocation": RelocationRequest(on=False), "turn_off": TurnOffRequest(reason="the operator said so"),
+        "relocation": RelocationRequest(on=True), "turn_off": TurnOffRequest(reason="the operator said so"),
     }  # fmt: skip
     copies = MapReader(path).read().counters["relocation_copies"]
     replies = {name: ask(path, request) for name, request in requests.items()}

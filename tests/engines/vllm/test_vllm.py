@@ -183,14 +183,20 @@ def test_a_stopped_worker_shows_as_stalled_and_no_request_is_lost(serving: Repor
     assert not serving["degraded"]
 
 
+def test_blocks_are_moved_in_a_worker_of_its_own_while_it_serves(serving: Report) -> None:
+    assert serving["moved"] > 5
+    assert serving["verified"] == serving["moved"]
+    assert "failed" not in serving["decisions"]
+    assert serving["same_when_moved"]
+
+
 def test_an_idle_engine_core_answers_and_can_be_left_alone(serving: Report, disabled: Report) -> None:
     idle = serving["idle"]
     assert idle["plan"]["decision"] == "planned"
     assert idle["compact"]["decision"] == "reached"  # nothing is in use: there is nothing to move
     assert idle["status"]["moving"]
-    assert idle["status"]["relocation"]
-    assert idle["status"]["policy"] == "relocating"
-    assert (idle["relocation"]["on"], idle["relocation"]["reason"]) == (False, "")
+    assert (idle["status"]["relocation"], idle["status"]["policy"]) == (False, "vllm")
+    assert (idle["relocation"]["on"], idle["relocation"]["reason"]) == (True, "")
     assert idle["turn_off"]["reason"] == "the operator said so"
     assert serving["sockets_left"] == []
     assert serving["served_without_us"] == disabled["tokens"]
