@@ -85,6 +85,19 @@ def run_agent(settings: AgentSettings) -> None:
     sampler.subscribe(scraper.notice)
     alerting = Alerting.from_settings(settings, driver, address, clock, lambda: scraper.view)
     sampler.subscribe(lambda: alerting.notice(sampler.view))
+    monitor = DeviceMonitor(lambda: sampler.view, settings.device_monitor(), clock=clock)
+    exporter = Exporter(
+        lambda: sampler.view,
+        clock=clock,
+        tallies=driver.tallies,
+        more=(
+            lambda pools, now: metric_families(scraper.view, pools, now, PREFIX, LABELS),
+            lambda pools, now: device_families(monitor.view()),
+            lambda pools, now: alert_families(alerting.counts(), alerting.outcomes(), PREFIX),
+            lambda pools, now: history_families(keeper.writer if keeper is not None else None, PREFIX),
+        ),
+    )
+    sampler.subscribe(exporter.refresh)
     if keeper is not None:
         recorder = keeper.recorder
         sampler.subscribe(lambda: recorder.notice(sampler.view))
@@ -102,19 +115,6 @@ def run_agent(settings: AgentSettings) -> None:
         )
         notice_boxes = boxes.notice
         sampler.subscribe(lambda: notice_boxes(sampler.view))
-    monitor = DeviceMonitor(lambda: sampler.view, settings.device_monitor(), clock=clock)
-    exporter = Exporter(
-        lambda: sampler.view,
-        clock=clock,
-        tallies=driver.tallies,
-        more=(
-            lambda pools, now: metric_families(scraper.view, pools, now, PREFIX, LABELS),
-            lambda pools, now: device_families(monitor.view()),
-            lambda pools, now: alert_families(alerting.counts(), alerting.outcomes(), PREFIX),
-            lambda pools, now: history_families(keeper.writer if keeper is not None else None, PREFIX),
-        ),
-    )
-    sampler.subscribe(exporter.refresh)
     context = ApiContext(
         view=lambda: sampler.view,
         exporter=exporter,

@@ -46,6 +46,7 @@ PACKAGES = (
     "torch",
 )
 SCHEMA = "kvatlas.doctor/v1"
+BOXES_MIB = 256  # that black boxes take at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def examine(folders: Sequence[Path], settings: AgentSettings) -> list[Finding]:
         *_maps(folders),
         _port(settings),
         _alerts(settings),
+        _state(settings),
         *examine_devices(),
     ]
 
@@ -92,6 +94,25 @@ def _alerts(settings: AgentSettings) -> Finding:
         action = "set KVATLAS_STATE_DIR to a folder that lasts, so that a restart repeats and loses nothing"
         return Finding("alerts", "warning", f"{message}, kept in memory alone", action)
     return Finding("alerts", "ok", message)
+
+
+def _state(settings: AgentSettings) -> Finding:
+    """Whether what the agent sees would outlive it."""
+    folder = settings.state_dir
+    if folder is None:
+        action = (
+            "set KVATLAS_STATE_DIR to a folder that outlives the container, to look back after a restart or a crash"
+        )
+        return Finding("state folder", "note", "not set: the past is in memory alone", action)
+    name = f"state folder {folder}"
+    there = next((one for one in (folder, *folder.parents) if one.exists()), folder)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding(name, "failed", "cannot be written by this user", "mend its permissions, or name another folder")
+    free, wanted = shutil.disk_usage(there).free // 2**20, settings.state_max_mib + BOXES_MIB
+    if free < settings.state_max_mib and not (folder / "history.sqlite").exists():
+        action = "lower KVATLAS_STATE_MAX_MIB, or name a folder on a larger disk"
+        return Finding(name, "warning", f"{free:,} MiB free, and up to {wanted:,} MiB are kept", action)
+    return Finding(name, "ok", f"{free:,} MiB free, up to {wanted:,} MiB are kept")
 
 
 def _python() -> list[Finding]:

@@ -53,7 +53,7 @@ def test_a_kill_costs_two_seconds_at_most(
 
     engine.allocated([10], owner)
     engine.step_ended(0, 0)
-    later = start_agent(environment={"KVATLAS_STATE_DIR": str(state)})
+    later = start_agent("--gone-seconds", "1", environment={"KVATLAS_STATE_DIR": str(state)})
     client = client_of(later)
     wait_until(lambda: client.engines().engines)
     assert set(rows.starts.tolist()) <= set(sampled(client, engine.id))  # what the first one kept is still told
@@ -72,6 +72,13 @@ def test_a_kill_costs_two_seconds_at_most(
     marks = wait_until(lambda: client.marks(engine.id, 0, time.time() + 1).marks)
     assert "the engine is live" in [one.text for one in marks]
     assert {one.kind for one in marks} <= {"engine", "decision", "alert"}
+    # An engine that left for good is still told of, by the id that it had.
+    engine.kill()
+    wait_until(lambda: not client.engines().engines)
+    with pytest.raises(AgentRefused):
+        client.engine(engine.id)
+    assert set(rows.starts.tolist()) <= set(sampled(client, engine.id))
+    assert client.frame(engine.id).counts["used"][10] == 1
     # One folder for everything that outlives the agent.
     assert (state / "alerts.sqlite").exists()
 
