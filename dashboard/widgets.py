@@ -85,7 +85,8 @@ def tiles_of(engine: EngineSummary, threshold: float) -> list[Tile]:
 def _exhaustion(engine: EngineSummary) -> Tile:
     """What is nearest: new sequences that wait now, the headroom, or the last block."""
     forecast, help = engine.forecast, "When no block is left, or only the headroom, if the present trend goes on."
-    seconds, headroom = forecast.exhaustion_seconds, forecast.headroom_seconds
+    seconds = forecast.exhaustion_seconds
+    headroom = forecast.headroom_seconds if engine.headroom_blocks else None  # without one, the same moment twice
     if engine.state != "live" or not forecast.known:
         reason = forecast.reason if engine.state == "live" else f"the engine is {engine.state}"
         return Tile("Exhaustion", NOT_KNOWN, reason, help)

@@ -313,8 +313,10 @@ def render(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def render_advice(options: tuple[Option, ...], together: Together | None = None) -> str:
-    """The options for people, best first, and which make it fit together."""
+def render_advice(
+    options: tuple[Option, ...], together: Together | None = None, *, fits_already: bool | None = False
+) -> str:
+    """The options for people, best first, and which make it fit together; `fits_already` as the plan says."""
     lines = []
     if together is not None:
         lines = [f"together: {', '.join(together.changes)}, on {together.gpus} GPUs", f"  {together.verdict}"]
@@ -324,7 +326,7 @@ def render_advice(options: tuple[Option, ...], together: Together | None = None)
         if option.why_not is not None:
             continue
         number += 1
-        fits = {True: "; fits then", False: "; does not fit yet", None: ""}[option.fits]
+        fits = {True: "" if fits_already else "; fits then", False: "; does not fit yet", None: ""}[option.fits]
         lines.append(f"  {number}. {option.recipe.title}: {option.change}{fits}")
         lines.append(f"     {option.arithmetic}")
         lines.append(f"     quality: {option.recipe.quality} ({option.recipe.source})")

@@ -108,5 +108,5 @@ def plan(
     else:
         print(render(found.plan))
         if found.options is not None:
-            print(render_advice(found.options, found.together))
+            print(render_advice(found.options, found.together, fits_already=found.plan.fits))
     return 0

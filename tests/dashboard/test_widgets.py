@@ -96,6 +96,12 @@ def test_exhaustion_says_what_is_nearest(
     assert (found.value, found.detail, found.tone) == (value, detail, tone)
 
 
+def test_a_pool_without_headroom_has_one_moment(summary: Summary) -> None:
+    forecast = Forecast(exhaustion_seconds=40.0, headroom_seconds=40.0, reason="why")
+    found = tile(summary(forecast=forecast, headroom_blocks=0), "Exhaustion")
+    assert (found.value, found.detail, found.tone) == ("in 40 s", "why", "bad")
+
+
 @pytest.mark.parametrize("state", ["stalled", "stale", "gone", "unreadable"])
 def test_an_engine_that_does_not_go_on_has_no_forecast(summary: Summary, state: str) -> None:
     blocked = Forecast(exhaustion_seconds=3.0, reason="falls", admission_blocked=True, admission_reason="they wait")

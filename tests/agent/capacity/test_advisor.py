@@ -155,6 +155,12 @@ def test_the_text_lists_what_to_do_and_what_not() -> None:
     assert "vllm: --kv-cache-dtype fp8; sglang: --kv-cache-dtype fp8_e4m3" in text
 
 
+def test_what_fits_already_is_not_said_to_fit_then() -> None:
+    options = advise(model(), SMALL)
+    assert "; fits then" in render_advice(options)
+    assert "; fits then" not in render_advice(options, fits_already=True)
+
+
 def test_options_together_fit_where_none_does_alone_and_none_is_idle() -> None:
     crowded = replace(SMALL, max_num_seqs=16)
     alone = [one for one in advise(model(), crowded) if one.recipe.effort < 3 and one.key not in ASKING_FOR_LESS]
