@@ -18,7 +18,7 @@ from alerts.lifecycle import Lifecycle, LifecycleSettings, Step
 from alerts.model import Change, ChangeKind, Phase
 from alerts.mutes import Mute
 from alerts.readings import Reading
-from alerts.rules import Rule
+from alerts.rules import Rule, fingerprint
 from alerts.state import AlertState, StateUnreadable
 
 KEPT_RESOLVED = 100
@@ -63,7 +63,8 @@ class Evaluator:
         self._clock = clock or Clock()
         self._log = log or EventLog(logging.getLogger("kvatlas.alerting"))
         overdue = max(OVERDUE_INTERVALS * own.interval_seconds, LEAST_OVERDUE_SECONDS)
-        settings = replace(settings or LifecycleSettings(), most_elapsed_seconds=overdue)
+        settings = settings or LifecycleSettings()
+        settings = replace(settings, most_elapsed_seconds=max(overdue, settings.most_elapsed_seconds))
         self._overdue_seconds = overdue
         self._lifecycle = Lifecycle(rules, self._load(), settings=settings)
         self._evaluated: float | None = None  # monotonic
@@ -145,10 +146,16 @@ class Evaluator:
         return MappingProxyType(counts)
 
     def _load(self) -> dict[str, AlertState]:
-        states = {}
+        states: dict[str, AlertState] = {}
+        forgotten: list[str] = []
         for id, text in self._keeper.load_states().items():
             try:
-                states[id] = AlertState.from_json(text)
+                state = AlertState.from_json(text)
+                if not id == state.fingerprint == fingerprint(state.alert.rule, state.alert.labels):
+                    raise StateUnreadable("its name is not that of its rule and labels")
+                states[id] = state
             except StateUnreadable as error:
+                forgotten.append(id)
                 self._log.event("an open alert was forgotten", level=logging.WARNING, id=id, reason=str(error))
+        self._keeper.commit(dict.fromkeys(forgotten), ())
         return states

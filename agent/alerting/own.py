@@ -57,8 +57,11 @@ class OwnFeed:
         )
 
     def late_seconds(self, view: AgentView, now: float) -> float:
-        """By how much the next sample is late by now."""
-        return 0.0 if view.taken_monotonic is None else max(0.0, now - view.taken_monotonic - self.interval_seconds)
+        """By how much the next sample is late by now; what this one took is not held against it, since a slow agent is
+        not a blind one."""
+        if view.taken_monotonic is None:
+            return 0.0
+        return max(0.0, now - view.taken_monotonic - view.sample_seconds - self.interval_seconds)
 
     def _late(self, view: AgentView, now: float) -> float:
         taken = view.taken_monotonic

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Keeper:
         self.gate.set()
         self.entered = threading.Event()
         self.fault: Exception | None = None
+        self.raised = threading.Event()
 
     def load_states(self) -> Mapping[str, str]:
         return dict(self.states)
@@ -41,8 +43,9 @@ class Keeper:
     def commit(self, states_changed: Mapping[str, str | None], changes: Sequence[Change]) -> Sequence[Change]:
         self.entered.set()
         assert self.gate.wait(30.0)
-        if self.fault is not None:
-            raise self.fault
+        if (fault := self.fault) is not None:
+            self.raised.set()
+            raise fault
         for id, text in states_changed.items():
             if text is None:
                 self.states.pop(id, None)
@@ -95,6 +98,18 @@ def test_sampling_does_not_wait_for_a_disk_that_hangs(scene: MakeScene) -> None:
     assert not thread.is_alive()
 
 
+def test_samples_that_take_long_are_late_and_still_judged(scene: MakeScene) -> None:
+    """Eight seconds each, at an interval of one: that is an alert, and no reason to know nothing of the pools."""
+    here, keeper = full(scene), Keeper()
+    evaluator = evaluator_of(here, keeper)
+    for number in range(10):
+        view = replace(here.view, generation=1000 + number, taken_monotonic=here.clock.monotonic(), sample_seconds=8.0)
+        here.now += 8.0
+        evaluator.tick(view)
+    rules = {change.alert.rule for change in keeper.changes}
+    assert {"agent-sampling-late", "pool-nearly-full"} <= rules
+
+
 def test_what_could_not_be_kept_has_not_happened_and_is_found_again(scene: MakeScene) -> None:
     here, keeper = full(scene), Keeper()
     evaluator = evaluator_of(here, keeper)
@@ -118,9 +133,9 @@ def test_the_thread_outlives_a_fault_of_ours(scene: MakeScene, caplog: pytest.Lo
     with caplog.at_level(logging.ERROR):
         thread.start()
         evaluator.notice(here.view)
-        assert keeper.entered.wait(30.0)
-        keeper.entered.clear()
+        assert keeper.raised.wait(30.0)
         keeper.fault = None
+        keeper.entered.clear()
         here.tick()
         evaluator.notice(here.view)
         assert keeper.entered.wait(30.0)
