@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from agent.capacity.block_layout import BlockLayout, lay_out
 from agent.capacity.counts import Counts, model_bytes
-from agent.capacity.deployment import FALLBACK_LENGTH, Deployment
+from agent.capacity.deployment import FALLBACK_LENGTH, MAX_TOKENS, Deployment
 from agent.capacity.formats import KvFormat, WeightFormat, kv_format, weight_format
 from agent.capacity.geometry import CacheKind, Confidence, ModelGeometry, weakest
 from agent.capacity.memory import OTHER_BYTES, UNKNOWN_BYTES, Weights, activations, stage_shares, weigh
@@ -85,7 +85,7 @@ class Plan:
     @property
     def reserve_bytes_per_sequence(self) -> int:
         """Bytes of the blocks that a sequence of the longest length takes with every layer whole."""
-        return self.blocks_needed * self.layout.block_bytes
+        return self.reserve_blocks_per_sequence * self.layout.block_bytes
 
     @property
     def blocks_needed(self) -> int:
@@ -245,7 +245,9 @@ class _Sums:
     def _longest(self, usable: int) -> int:
         """The longest sequence whose blocks fit alone, by bisection: growth is no straight line with windows."""
         low, high = 0, max(self._length, 1)
-        while self._blocks(high) <= usable and high < 1 << 40 and self._blocks(2 * high) > self._blocks(high):
+        if self._blocks(MAX_TOKENS) <= usable:
+            return high  # states alone: a sequence takes the same at any length
+        while self._blocks(high) <= usable:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2

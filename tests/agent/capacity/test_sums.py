@@ -150,3 +150,34 @@ def test_weights_without_a_bound_give_no_number_of_blocks(geometry_of: Callable[
     found = plan(geometry_of("Llama-4-Scout"), Deployment(memory_bytes=80 * GIB, max_num_seqs=64))
     assert (found.fits, found.pool) == (False, None)
     assert "of weights, the least that they may be: does not fit" in found.verdict
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "DeepSeek-V3", "Qwen3-30B-A3B", "Gemma-2-9B"])
+def test_the_longest_sequence_does_not_hang_on_the_length_asked_for(
+    geometry_of: Callable[..., ModelGeometry], name: str
+) -> None:
+    geometry = geometry_of(name)
+
+    def longest(length: int) -> int:
+        found = plan(geometry, Deployment(kv_cache_bytes=8 * GIB, max_model_len=length))
+        assert found.pool is not None
+        return found.pool.longest_sequence_tokens
+
+    assert len({longest(length) for length in (1, 2, 15, 17, 4096, 1 << 30)}) == 1
+    fits, too_long = (
+        plan(geometry, Deployment(kv_cache_bytes=8 * GIB, max_model_len=longest(1) + more)) for more in (0, 1)
+    )
+    assert (fits.fits, too_long.fits) == (True, False)
+
+
+def test_bytes_of_a_sequence_are_those_of_its_blocks(
+    cases: dict[str, Any], geometry_of: Callable[..., ModelGeometry]
+) -> None:
+    for name in cases:
+        for found in plans(geometry_of(name)):
+            blocks = found.reserve_blocks_per_sequence
+            assert found.reserve_bytes_per_sequence == blocks * found.kv_bytes_per_block
+    # The published figure: 32 sequences of 8,192 tokens.
+    mixed = plan(geometry_of("gpt-oss-20b"), Deployment(max_model_len=8192))
+    assert 32 * mixed.reserve_bytes_per_sequence == 12 * GIB
+    assert 32 * mixed.ideal_bytes_per_sequence == 6.09375 * GIB
