@@ -93,7 +93,7 @@ class Database:
             raise _unusable(error) from error
         try:
             self._prepare()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             self.close()
             raise _unusable(error) from error
         except DatabaseUnusable:
@@ -122,6 +122,8 @@ class Database:
     def read(self) -> Rows:
         """Everything. Raises DatabaseUnusable."""
         run = self._connection.execute
+        # One text that is damaged must not keep the others from being read; whoever reads it sees that it is.
+        self._connection.text_factory = lambda text: text.decode("utf-8", "replace")
         try:
             sequence = run("SELECT value FROM meta WHERE key = 'sequence'").fetchone()
             return Rows(
@@ -132,7 +134,7 @@ class Database:
                 standing=dict(run("SELECT sink, standing FROM standing")),
                 mutes=dict(run("SELECT id, mute FROM mutes")),
             )
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise _unusable(error) from error
 
     def write(self, rows: Rows, *, anew: bool = False) -> None:
@@ -213,6 +215,8 @@ def _gone(rows: Mapping[str, str | None]) -> list[tuple[str]]:
 def _unusable(error: Exception) -> DatabaseUnusable:
     if isinstance(error, OSError):
         return DatabaseUnusable(Fault.UNWRITABLE, error.strerror or type(error).__name__)
+    if isinstance(error, UnicodeDecodeError):  # SQLite quotes the file in its error, and sqlite3 cannot read that
+        return DatabaseUnusable(Fault.CORRUPT, "its schema is not text")
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary one; extended codes stand above it
     fault = Fault.CORRUPT if code in CORRUPT else Fault.LOCKED if code in LOCKED else Fault.UNWRITABLE
     return DatabaseUnusable(fault, str(error))

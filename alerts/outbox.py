@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from alerts.clock import Clock
-from alerts.encoding import RowUnreadable
+from alerts.encoding import MISREAD, RowUnreadable, unix_of
 from alerts.grouping import GroupMark, Waiting
 from alerts.model import Alert, ChangeKind
 from alerts.notice import Notice
@@ -58,16 +58,16 @@ class Standing:
         wall, monotonic = clock.wall(), clock.monotonic()
 
         def past(unix: float | None) -> float | None:
-            return None if unix is None else monotonic - max(0.0, wall - float(unix))
+            return None if unix is None else monotonic - max(0.0, wall - unix_of(unix))
 
         try:
             plain = json.loads(text)
-            wait = min(max(0.0, float(plain["not_before"]) - wall), LONGEST_WAIT_SECONDS)
+            wait = min(max(0.0, plain["not_before"] - wall), LONGEST_WAIT_SECONDS)
             # A mark of the future is no mark: it would keep its group silent until that future has come.
             marks = {
-                str(name): GroupMark(monotonic - (wall - float(at)), int(rank))
+                str(name): GroupMark(monotonic - (wall - unix_of(at)), int(rank))
                 for name, (at, rank) in plain["marks"].items()
-                if float(at) <= wall
+                if unix_of(at) <= wall
             }
             return cls(
                 attempts=int(plain["attempts"]),
@@ -78,7 +78,7 @@ class Standing:
                 marks=marks,
                 counted=Counter({str(rule): int(firings) for rule, firings in plain["counted"].items()}),
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except MISREAD as error:
             raise RowUnreadable(repr(error)) from error
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any, Self
 
+from alerts.encoding import MISREAD, alert_from_plain, alert_to_plain
 from alerts.errors import AlertsError
 from alerts.model import Alert, Phase, Severity
 
 VERSION = 1
+_DURATIONS = ("true_seconds", "quiet_seconds", "absent_seconds")
+_TEXTS = ("source", "incarnation", "condition", "held")
 
 
 class StateUnreadable(AlertsError):
@@ -44,8 +47,7 @@ class AlertState:
     def to_json(self) -> str:
         """One line of JSON."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain["alert"] = {field.name: getattr(self.alert, field.name) for field in fields(Alert)}
-        plain["alert"]["labels"] = dict(self.alert.labels)
+        plain["alert"] = alert_to_plain(self.alert)
         return json.dumps({"version": VERSION, **plain}, allow_nan=False, separators=(",", ":"), sort_keys=True)
 
     @classmethod
@@ -55,15 +57,30 @@ class AlertState:
             plain: dict[str, Any] = json.loads(text)
             if plain.pop("version") != VERSION:
                 raise StateUnreadable(f"not version {VERSION}")
-            alert = plain.pop("alert")
-            alert["severity"] = Severity(alert["severity"])
-            alert["labels"] = MappingProxyType(dict(alert["labels"]))
-            told = plain.pop("told")
-            return cls(
-                alert=Alert(**alert),
+            told, clear = plain.pop("told"), plain.pop("clear_seconds")
+            durations = {name: _seconds(plain.pop(name)) for name in _DURATIONS}
+            texts = {name: _text(plain.pop(name)) for name in _TEXTS}
+            state = cls(
+                alert=alert_from_plain(plain.pop("alert")),
                 phase=Phase(plain.pop("phase")),
                 told=None if told is None else Severity(told),
-                **plain,
+                clear_seconds=None if clear is None else _seconds(clear),
+                **durations | texts | plain,  # a name too many is refused
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except MISREAD as error:
             raise StateUnreadable(f"a stored alert cannot be read: {error}") from error
+        if state.phase not in (Phase.PENDING, Phase.FIRING) or not state.alert.firing:
+            raise StateUnreadable("a stored alert cannot be read: it is not open")
+        return state
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("a duration that is none")
+    return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a text that is none")
+    return value

@@ -17,7 +17,16 @@ from typing import Final
 
 from alerts.clock import SYSTEM_CLOCK, Clock
 from alerts.database import Database, DatabaseUnusable, Fault, Rows, set_aside
-from alerts.encoding import RowUnreadable, dump_alert, dump_change, dump_mute, load_alert, load_change, load_mute
+from alerts.encoding import (
+    RowUnreadable,
+    dump_alert,
+    dump_change,
+    dump_mute,
+    load_alert,
+    load_change,
+    load_mute,
+    unix_of,
+)
 from alerts.errors import AlertsError
 from alerts.grouping import GROUP_BY, Waiting, group_of
 from alerts.log import log_event
@@ -261,7 +270,7 @@ class Store:
                 return
 
     def _restore(self, rows: Rows) -> None:
-        self._sequence = rows.sequence or 0
+        self._sequence = rows.sequence if isinstance(rows.sequence, int) else 0
         self._states = {name: state for name, state in rows.states.items() if state is not None}
         unread = 0
         for name, text in rows.mutes.items():
@@ -272,11 +281,12 @@ class Store:
         waiting: dict[str, list[Waiting]] = {sink: [] for sink in self._outboxes}
         wall, monotonic = self._clock.wall(), self._clock.monotonic()
         for sink, sequence, since, text in rows.waiting:
-            self._sequence = max(self._sequence, sequence)
             try:
-                change = load_change(sequence, text)
-                group = group_of(change.alert, self._group_by)
-                waiting[sink].append(Waiting(change, group, monotonic - max(0.0, wall - since)))
+                if not isinstance(sequence, int):
+                    raise RowUnreadable("no sequence")
+                self._sequence = max(self._sequence, sequence)
+                change, came = load_change(sequence, text), monotonic - max(0.0, wall - unix_of(since))
+                waiting[sink].append(Waiting(change, group_of(change.alert, self._group_by), came))
             except (KeyError, RowUnreadable) as error:
                 unread += isinstance(error, RowUnreadable)
                 self.tally.add(sink, Counted.DROPPED)
