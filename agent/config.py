@@ -89,6 +89,11 @@ class AgentSettings(AlertSettings, EngineMetricsSettings, DeviceSettings, Histor
         parse_address(value)
         return value
 
+    @field_validator("compaction", mode="before")
+    @classmethod
+    def _off_is_false_in_yaml(cls, value: object) -> object:
+        return "off" if value is False else value
+
     @field_validator("compaction")
     @classmethod
     def _compaction_is_a_scope(cls, value: str) -> str:

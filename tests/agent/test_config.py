@@ -20,6 +20,15 @@ def test_flags_beat_environment_beat_file(tmp_path: Path) -> None:
     assert load_settings({}, environment={}) == AgentSettings()
 
 
+def test_off_needs_no_quotes_in_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "agent.yaml"
+    file.write_text("compaction: off")
+    assert load_settings({}, file=file, environment={}).compaction == "off"
+    file.write_text("compaction: on")
+    with pytest.raises(SettingsError, match="compaction=True"):
+        load_settings({}, file=file, environment={})
+
+
 def test_toml(tmp_path: Path) -> None:
     file = tmp_path / "agent.toml"
     file.write_text('listen = "192.0.2.1:1234"\n')
