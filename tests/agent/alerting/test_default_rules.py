@@ -197,7 +197,7 @@ def strew(served: Any) -> None:
     """Free blocks between those of requests that run on, and grow slowly."""
     for _ in range(50):
         served.ask(40, 5)
-        served.ask(40, 2000)
+        served.ask(40, 300)
     for _ in range(10):
         served.engine.step()
     served.every = 2
