@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +13,9 @@ from typing import Any
 
 from agent.devices.model import DeviceSample, DeviceState, LibraryState, NvmlReading
 from agent.devices.nvml_device import Asker, Refused, Say, SystemMemory, read_device
+from agent.devices.nvml_errors import LIBRARY_NOT_FOUND
 
+LIBRARY = "libnvidia-ml.so.1"
 RETRY_SECONDS = 30.0  # between attempts to open a session, and between those to mend one
 GONE_SECONDS = 300.0  # how long a device that is no longer listed is told of
 
@@ -78,7 +81,10 @@ class NvmlReader:
         try:
             ask("nvmlInit")
         except Refused as error:
-            return NvmlReading(error.meaning.library, str(error))
+            broken = _why_not_loaded() if error.code == LIBRARY_NOT_FOUND else ""
+            return (
+                NvmlReading(LibraryState.FAILED, broken) if broken else NvmlReading(error.meaning.library, str(error))
+            )
         self._open = True
         with suppress(Refused):
             self._driver = str(ask("nvmlSystemGetDriverVersion"))
@@ -139,6 +145,17 @@ class NvmlReader:
             self._open = False
             with suppress(Refused):
                 Asker(self._nvml, say)("nvmlShutdown")
+
+
+def _why_not_loaded() -> str:
+    """Why a library that is there is not loaded, which the binding calls not found; "" where there is none."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        text = str(error)
+        if not (text.startswith(LIBRARY) and "No such file" in text):  # of itself, not of one that it needs
+            return f"{LIBRARY} is there and cannot be loaded: {text[:200]}. Install the driver's libraries again"
+    return ""
 
 
 def without_figures(device: DeviceSample, state: DeviceState, reason: str) -> DeviceSample:

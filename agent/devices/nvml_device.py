@@ -44,14 +44,27 @@ class Asker:
         if call is None:
             raise Refused(nvml_errors.FUNCTION_NOT_FOUND, meaning_of(nvml_errors.FUNCTION_NOT_FOUND, function))
         try:
-            return call(*arguments)
+            answer = call(*arguments)
+            return _printable(answer) if isinstance(answer, str) else answer
         except self.nvml.NVMLLibraryMismatchError as error:  # no NVMLError, unlike all others
             code = nvml_errors.FUNCTION_NOT_FOUND
             raise Refused(code, meaning_of(code, function)) from error
         except self.nvml.NVMLError as error:
-            raise Refused(error.value, meaning_of(error.value, f"{function}: {error}")) from error
+            raise Refused(error.value, meaning_of(error.value, f"{function}: {_words(error)}")) from error
         except UnicodeDecodeError as error:  # a name that is no text
             raise Refused(nvml_errors.UNKNOWN, meaning_of(nvml_errors.UNKNOWN, f"{function}: no text")) from error
+
+
+def _words(error: Exception) -> str:
+    """NVML's own words, which it gives as bytes that may be no text."""
+    try:
+        return _printable(str(error))
+    except UnicodeDecodeError:
+        return "an error without words"
+
+
+def _printable(text: str) -> str:
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from agent.devices.model import DeviceState, LibraryState
 NOT_SUPPORTED = 3
 NOT_FOUND = 6
 INSUFFICIENT_SIZE = 7
+LIBRARY_NOT_FOUND = 12
 FUNCTION_NOT_FOUND = 13
 GPU_IS_LOST = 15
 RESET_REQUIRED = 16
@@ -37,7 +38,7 @@ _MEANINGS = {
     ),
     10: Meaning(LibraryState.DEGRADED, DeviceState.DEGRADED, "the driver did not answer in its own time"),
     11: Meaning(LibraryState.DEGRADED, DeviceState.DEGRADED, "the driver has trouble with the device's interrupts"),
-    12: Meaning(LibraryState.NO_LIBRARY, DeviceState.FAILED, "libnvidia-ml.so.1 is not there"),
+    LIBRARY_NOT_FOUND: Meaning(LibraryState.NO_LIBRARY, DeviceState.FAILED, "libnvidia-ml.so.1 is not there"),
     FUNCTION_NOT_FOUND: Meaning(LibraryState.VERSION_MISMATCH, DeviceState.NOT_SUPPORTED, "this driver is too old"),
     GPU_IS_LOST: Meaning(
         LibraryState.DEGRADED,

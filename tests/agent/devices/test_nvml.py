@@ -57,6 +57,27 @@ def test_a_library_that_does_not_start_is_a_state(
     assert reader("read")["state"] == "ok"
 
 
+@pytest.mark.parametrize("content", [b"", b"no library at all" * 100])
+def test_a_library_that_cannot_be_loaded_is_a_fault(start_reader: StartReader, tmp_path: Path, content: bytes) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "libnvidia-ml.so.1").write_bytes(content)
+    reading = start_reader(broken)("read")
+    assert reading["state"] == "failed"
+    assert "libnvidia-ml.so.1 is there and cannot be loaded" in reading["reason"]
+
+
+def test_words_that_are_no_text_cost_one_device_its_name_alone(start_reader: StartReader, driver: Path) -> None:
+    reader = start_reader(driver)
+    reader.script(
+        {"count": 3, "nvmlDeviceGetHandleByIndex_v2.gpu1": 31337}, gpu(0), gpu(1), gpu(2, name="Te\x1b[31mst")
+    )
+    reading = reader("read")
+    assert [one["state"] for one in reading["devices"]] == ["ok", "failed", "ok"]
+    assert "without words: error 31337" in reading["devices"][1]["reason"]
+    assert reading["devices"][2]["name"] == "Te?[31mst"
+
+
 def test_without_a_library_there_are_no_devices_and_no_fault(start_reader: StartReader) -> None:
     reader = start_reader(None)
     reading = reader("read")
