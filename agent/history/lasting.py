@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,14 @@ from agent.history.database import Sample
 from agent.history.memory import MemoryHistory
 from agent.history.model import Bucket, Grid
 from agent.history.reading import HistoryReader, Rows
-from agent.history.tiers import SAMPLE_TIERS, choose_tier
+from agent.history.tiers import SAMPLE_TIERS, Tier, choose_tier
 from agent.history.writer import HistoryWriter
 from agent.sampling.model import Clock
 from alerts.database import DatabaseUnusable, Fault
 
 Floats = NDArray[np.float64]
+
+FINE_SECONDS = SAMPLE_TIERS[0].keep_seconds - 600.0  # within which the finest tier is there for sure
 
 
 class LastingHistory:
@@ -77,13 +79,7 @@ class LastingHistory:
         found: list[Rows] = []
         known = False
         try:
-            suits = choose_tier(SAMPLE_TIERS, step)
-            for index in range(len(SAMPLE_TIERS) - 1, suits - 1, -1):
-                tier = SAMPLE_TIERS[index]
-                finer = SAMPLE_TIERS[index - 1] if index > suits else None
-                # A finer tier takes over on a whole bucket of this one, within what it keeps for sure.
-                to = until if finer is None else min(until, now - finer.keep_seconds)
-                to = math.ceil(min(to, end) / tier.step_seconds) * tier.step_seconds
+            for tier, to in _stretches(step, min(until, end), now):
                 if begin >= to:
                     continue
                 rows = self._reader.rows(pool, metric, tier, begin, to)
@@ -97,3 +93,18 @@ class LastingHistory:
                 self._writer.suspect()
             return [], -math.inf  # memory alone, all of it
         return found, begin if known else -math.inf
+
+
+def _stretches(step: float, until: float, now: float) -> Iterator[tuple[Tier, float]]:
+    """Tiers, the coarsest first, with the time up to which each is to answer: a whole bucket of it."""
+    suits = choose_tier(SAMPLE_TIERS, step)
+    for index in range(len(SAMPLE_TIERS) - 1, suits - 1, -1):
+        tier = SAMPLE_TIERS[index]
+        # A finer tier takes over within what it keeps for sure.
+        to = until if index == suits else min(until, now - SAMPLE_TIERS[index - 1].keep_seconds)
+        to = math.ceil(to / tier.step_seconds) * tier.step_seconds
+        if to > now - FINE_SECONDS:
+            # The end of that bucket is in memory, and need not be on the disk: the finest tier goes on up to there.
+            to -= tier.step_seconds
+        yield tier, to
+    yield SAMPLE_TIERS[0], math.ceil(until / SAMPLE_TIERS[0].step_seconds) * SAMPLE_TIERS[0].step_seconds

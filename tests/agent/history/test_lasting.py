@@ -75,6 +75,21 @@ def test_a_restart_costs_nothing(back: float, step: float, make_past: MakePast) 
         assert second.memory.query(POOL, "used", end - back, end, step) != found
 
 
+@pytest.mark.parametrize("step", [1, 10, 60])
+def test_what_is_not_written_yet_comes_from_memory(step: float, make_past: MakePast) -> None:
+    """An agent that has just started, and whose disk fails: its own samples are told beside those of the one before."""
+    samples: list[tuple[float, float]] = []
+    first = make_past()
+    feed(first, 205, samples)
+    first.end()
+    second = make_past(start_unix=first.now + 4)
+    for value in range(20):
+        samples.append((second.after(1), float(value)))
+        second.history.append(POOL, second.now, {"used": float(value)})
+    end = second.now
+    assert_equal(second.history.query(POOL, "used", end - 240, end + 1, step), model(samples, end - 240, end + 1, step))
+
+
 def test_older_times_are_kept_ever_more_coarsely(make_past: MakePast) -> None:
     samples: list[tuple[float, float]] = []
     past = make_past()
