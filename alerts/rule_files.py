@@ -17,6 +17,7 @@ rules:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from alerts.model import Severity
 from alerts.readings import Catalogue
 from alerts.rules import REPEAT_SECONDS, Bound, Raise, Rule
 from alerts.templates import Template, TemplateFault
-from alerts.units import Unit, example, parse
+from alerts.units import Unit, example, parse, tell
 from alerts.yaml_nodes import Faults, compose, fields_of, items_of, shown, suggestion, text_of
 
 TEXTS = ("summary", "meaning", "action")
@@ -39,8 +40,11 @@ KEYS = (
 REQUIRED = ("number", "severity", *TEXTS)
 LONGEST_TEXT = 400  # so that one alert fits a section of a Slack message
 LEAST_REPEAT_SECONDS = 60.0
+LONGEST_SECONDS = 30 * 86_400.0  # of any duration
+MOST_RULES = 1000
+MOST_ENTRIES = 20  # of one rule's lists and labels
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
-_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")  # two underscores are Prometheus' own
 _RUNBOOK = re.compile(r"https?://[^\s<>|]+|[a-z0-9-]+")
 _TAKEN_LABELS = frozenset({"alertname", "rule", "severity"})
 
@@ -67,8 +71,10 @@ def read_rules(
         top = fields_of(root, ("disable", "rules"), "the file", faults)
         disabled = _disabled(top.get("disable"), entries, faults)
         lines: dict[str, int] = {}
-        for node in items_of(top.get("rules"), "rules", faults):
+        for node in items_of(top.get("rules"), "rules", faults, most=MOST_RULES):
             _take(node, entries, lines, faults)
+        for name in disabled & lines.keys():
+            faults.add(top["disable"], f"disable: {name} is changed in line {lines[name]}", "do one of the two")
         entries = {name: fields for name, fields in entries.items() if name not in disabled}
     builder = _Builder(catalogue, faults, file)
     rules = [builder.rule(name, fields) for name, fields in entries.items()]
@@ -78,7 +84,7 @@ def read_rules(
 
 def _disabled(node: yaml.Node | None, base: Mapping[str, object], faults: Faults) -> set[str]:
     names = set()
-    for item in items_of(node, "disable", faults):
+    for item in items_of(node, "disable", faults, most=MOST_RULES):
         if isinstance(item, yaml.ScalarNode) and item.value in base:
             names.add(item.value)
         else:
@@ -142,7 +148,7 @@ class _Builder:
             "for_seconds": self._duration(fields.get("for"), "for", 0.0),
             "keep_firing_seconds": self._duration(fields.get("keep_firing_for"), "keep_firing_for", 0.0),
             "when": tuple(self._whens(fields.get("when"))),
-            "raises": tuple(self._raises(fields.get("raise"), number, unit, severity)),
+            "raises": tuple(self._raises(fields, number, enter, severity)),
             "labels": MappingProxyType(self._labels(fields.get("labels"))),
             "runbook": self._runbook(fields.get("runbook")),
             "repeat_seconds": self._repeat(fields.get("repeat")),
@@ -181,23 +187,52 @@ class _Builder:
             self._faults.add(fields[given[0]] if given else at, f"{what} has {which}", "write one of them")
             return None
         value = self._threshold(fields[given[0]], unit, given[0])
-        return None if value is None or number is None else Bound(number, given[0] == "above", value)
+        if value is None or number is None:
+            return None
+        bound = Bound(number, given[0] == "above", value)
+        highest = 1.0 if unit is Unit.FLAG else math.inf
+        if not bound.crossed_by(highest if bound.above else 0.0):
+            side = "over" if bound.above else "under"
+            kind = "a flag is 0 or 1" if unit is Unit.FLAG else "no number is under 0"
+            self._faults.add(
+                fields[given[0]],
+                f"{given[0]}: nothing is ever {side} {shown(fields[given[0]])}, since {kind}",
+                f"write {example(unit or Unit.COUNT)}",
+            )
+            return None
+        return bound
 
     def _threshold(self, node: yaml.Node, unit: Unit | None, what: str) -> float | None:
+        """Refuses what is surely meant otherwise: 30 for 30 %, and values that no number has."""
         kind = unit or Unit.COUNT
-        value = parse(str(node.value), kind) if isinstance(node, yaml.ScalarNode) else None
-        if value is None and unit is not None:
+        text = str(node.value) if isinstance(node, yaml.ScalarNode) else ""
+        value = parse(text, kind)
+        if unit is None:
+            return value
+        if value is None:
             self._faults.add(node, f"{what}: {shown(node)} is no number in {unit}", f"write {example(kind)}")
-        return value
+        elif value < 0 or (unit is Unit.FLAG and value > 1):
+            which = "a flag is 0 or 1" if unit is Unit.FLAG else "no number is under 0"
+            self._faults.add(node, f"{what}: {shown(node)} is never reached, since {which}", f"write {example(kind)}")
+        elif unit is Unit.RATIO and value > 1 and "%" not in text:
+            self._faults.add(
+                node,
+                f"{what}: {shown(node)} is {tell(value, unit)}",
+                f"write {value:g}% or {value / 100:g}; or {100 * value:g}%, if that is meant",
+            )
+        else:
+            return value
+        return None
 
     def _duration(self, node: yaml.Node | None, what: str, default: float) -> float:
         if node is None:
             return default
         value = parse(str(node.value), Unit.SECONDS) if isinstance(node, yaml.ScalarNode) else None
-        if value is None or value < 0:
-            self._faults.add(node, f"{what}: {shown(node)} is no duration", f"write {example(Unit.SECONDS)}")
-            return default
-        return value
+        if value is not None and 0 <= value <= LONGEST_SECONDS:
+            return value
+        what = f"{what}: {shown(node)} is {'too long' if value is not None and value > 0 else 'no duration'}"
+        self._faults.add(node, what, f"write {example(Unit.SECONDS)}, {tell(LONGEST_SECONDS, Unit.SECONDS)} at most")
+        return default
 
     def _repeat(self, node: yaml.Node | None) -> float | None:
         if node is None:
@@ -219,7 +254,7 @@ class _Builder:
         return None
 
     def _whens(self, node: yaml.Node | None) -> Iterator[Bound]:
-        for item in items_of(node, "when", self._faults):
+        for item in items_of(node, "when", self._faults, most=MOST_ENTRIES):
             fields = fields_of(item, ("number", "above", "below"), "an entry of when", self._faults)
             if "number" not in fields:
                 self._faults.add(item, "an entry of when has no number", "write number:")
@@ -230,9 +265,9 @@ class _Builder:
                 yield bound
 
     def _raises(
-        self, node: yaml.Node | None, number: str | None, unit: Unit | None, severity: Severity | None
+        self, rule: Mapping[str, yaml.Node], number: str | None, enter: Bound | None, severity: Severity | None
     ) -> Iterator[Raise]:
-        for item in items_of(node, "raise", self._faults):
+        for item in items_of(rule.get("raise"), "raise", self._faults, most=MOST_ENTRIES):
             fields = fields_of(item, ("to", "number", "above", "below"), "an entry of raise", self._faults)
             if "to" not in fields:
                 self._faults.add(item, "an entry of raise has no to", "write to: with the higher severity")
@@ -240,13 +275,28 @@ class _Builder:
             to = self._severity(fields["to"], "to")
             if to is not None and severity is not None and to.rank <= severity.rank:
                 self._faults.add(fields["to"], f"to: {to} is not over the rule's {severity}", "write a higher severity")
-            one, its_unit = number, unit
-            if "number" in fields:
-                one = self._number(fields["number"])
-                its_unit = self._unit(one)
-            bound = self._bound(fields, item, one, its_unit, "an entry of raise")
-            if bound is not None and to is not None:
-                yield Raise(to, bound)
+            one = self._number(fields["number"]) if "number" in fields else number
+            bound = self._bound(fields, item, one, self._unit(one), "an entry of raise")
+            if bound is None or to is None:
+                continue
+            if enter is not None and bound.number == enter.number:
+                self._sense(bound, enter, fields, rule)
+            yield Raise(to, bound)
+
+    def _sense(
+        self, bound: Bound, enter: Bound, fields: Mapping[str, yaml.Node], rule: Mapping[str, yaml.Node]
+    ) -> None:
+        """A bound on the rule's own number must be further out than the rule's, or it is always crossed, or never."""
+        side, own = ("above" if one.above else "below" for one in (bound, enter))
+        if bound.above is not enter.above:
+            self._faults.add(fields[side], f"the rule is on {own}, and its raise on {side}", f"write {own}:")
+        elif not enter.crossed_by(bound.value) and fields[side].start_mark.name == rule[own].start_mark.name:
+            # Where the file moves a default threshold past a default raise, the alert is that bad from the start.
+            self._faults.add(
+                fields[side],
+                f"{side}: {shown(fields[side])} is crossed whenever the rule's {shown(rule[own])} is",
+                f"write something {'over' if enter.above else 'under'} that, or give the rule the higher severity",
+            )
 
     def _labels(self, node: yaml.Node | None) -> dict[str, str]:
         labels: dict[str, str] = {}
@@ -255,10 +305,15 @@ class _Builder:
         if not isinstance(node, yaml.MappingNode):
             self._faults.add(node, "labels is no mapping", "write names with values, as team: inference")
             return labels
+        if len(node.value) > MOST_ENTRIES:
+            self._faults.add(node, f"labels has {len(node.value):,} entries", f"write at most {MOST_ENTRIES}")
+            return labels
         for key, value in node.value:
             name = str(key.value)
             if not isinstance(key, yaml.ScalarNode) or not _LABEL.fullmatch(name):
-                self._faults.add(key, f"{shown(key)} is no label name", "write letters, digits and underscores")
+                self._faults.add(
+                    key, f"{shown(key)} is no label name", "write letters, digits and underscores, not two at the front"
+                )
             elif name in _TAKEN_LABELS | self._catalogue.labels or name in labels:
                 self._faults.add(key, f"the label {name} is there already", "choose another name")
             elif (text := text_of(value, f"the label {name}", self._faults, longest=LONGEST_TEXT)) is not None:

@@ -26,8 +26,9 @@ class Template:
         try:
             for literal, name, form, conversion in string.Formatter().parse(text):
                 if form or conversion or (name is not None and not name.isidentifier()):
+                    more = (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
                     raise TemplateFault(
-                        f"{{{name}}} is not a plain name in braces; write {{name}}, and {{{{ for a brace"
+                        f"{{{name}{more}}} is not a plain name in braces; write {{name}}, and {{{{ for a brace"
                     )
                 parts.append((literal, name or ""))
         except TemplateFault:

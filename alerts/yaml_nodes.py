@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from unicodedata import category
 
 import yaml
 
 from alerts.errors import AlertsConfigError
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 18
+MOST_FAULTS = 200  # named of one file
+_HIDDEN = frozenset({"Cc", "Cs"})  # control characters, and halves of others
 _SHOWN = 60  # characters of a value in a fault
 
 
@@ -42,7 +45,10 @@ class Faults:
         self.found: list[Fault] = []
 
     def add(self, node: yaml.Node, what: str, instead: str) -> None:
+        """Raises FileInvalid where there are more than anybody would read."""
         self.found.append(Fault(node.start_mark.name, node.start_mark.line + 1, what, instead))
+        if len(self.found) >= MOST_FAULTS:
+            raise FileInvalid([*self.found, Fault(self.found[-1].file, self.found[-1].line, "and more", "mend these")])
 
     def raise_any(self) -> None:
         if self.found:
@@ -89,11 +95,13 @@ def fields_of(node: yaml.Node, allowed: Iterable[str], what: str, faults: Faults
     return found
 
 
-def items_of(node: yaml.Node | None, what: str, faults: Faults) -> Iterator[yaml.Node]:
-    """The entries of a list; nothing for None."""
+def items_of(node: yaml.Node | None, what: str, faults: Faults, *, most: int) -> Iterator[yaml.Node]:
+    """The entries of a list; nothing for None. By aliases a short file may hold any number."""
     if node is None:
         return
-    if isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.SequenceNode) and len(node.value) > most:
+        faults.add(node, f"{what} has {len(node.value):,} entries", f"write at most {most:,}")
+    elif isinstance(node, yaml.SequenceNode):
         yield from node.value
     else:
         faults.add(node, f"{what} is {kind_of(node)}", "write a list: lines that begin with '- '")
@@ -107,6 +115,8 @@ def text_of(node: yaml.Node, what: str, faults: Faults, *, longest: int) -> str 
         faults.add(node, f"{what} is empty", "write a text")
     elif len(node.value) > longest:
         faults.add(node, f"{what} has {len(node.value):,} characters", f"write at most {longest:,}")
+    elif hidden := next((one for one in node.value if one not in "\r\n\t" and category(one) in _HIDDEN), None):
+        faults.add(node, f"{what} holds the character U+{ord(hidden):04X}, which cannot be shown", "remove it")
     else:
         return " ".join(str(node.value).split())
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from agent.alerting.numbers import CATALOGUE
 from alerts.rule_files import RuleFile, read_rules
 from alerts.rules import Rule
-from alerts.yaml_nodes import FileInvalid
+from alerts.yaml_nodes import MAX_BYTES, FileInvalid
 from engine_shim.errors import SettingsError
 
 DEFAULT_FILE = "default_rules.yml"
@@ -31,7 +31,8 @@ def load_rules(path: Path | None) -> tuple[Rule, ...]:
     if path is None:
         return default_rules()
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            text = file.read(4 * MAX_BYTES + 1).decode("utf-8")  # more is too long in any script
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise SettingsError(f"alert_rules={path}: {reason}; name a file that this user may read") from error

@@ -180,7 +180,7 @@ def test_a_name_that_stands_twice_is_named_with_the_line_of_the_first() -> None:
         ("disable: [full]", 1, "there is no rule 'full' to disable"),
         ("rules: []\n\x07", 2, "the character U+0007"),
         ("[" * 5000, 1, "nested too deep"),
-        ("#" * (MAX_BYTES + 1), 1, "1,048,577 characters"),
+        ("#" * (MAX_BYTES + 1), 1, "262,145 characters"),
         ("&a [*a]", 1, "the file is a list"),
     ],
 )
