@@ -182,11 +182,11 @@ class _Search:
         longest = int(np.diff(barriers).max()) - 1
         reachable = longest >= wanted
         length = min(wanted, longest)
-        reason = f"a window of {length} blocks is emptied"
+        reason = f"a window of {length:,} blocks is emptied"
         if not reachable:
             reason = (
-                f"no {wanted} blocks in a row are free of pinned, reserved and unknown ones; "
-                f"the best reachable run is {longest}"
+                f"no {wanted:,} blocks in a row are free of pinned, reserved and unknown ones; "
+                f"the best reachable run is {longest:,}"
             )
             if length <= standing:
                 return self._nothing(f"{reason}, which is there already", reachable=False)
@@ -194,8 +194,9 @@ class _Search:
         limited = max_moves is not None and cost > max_moves
         if max_moves is not None and limited:
             length = min(length, self._longest_within(max_moves, barriers))
-            reason = f"{cost} moves are needed and {max_moves} allowed; the longest run within them is {length}" + (
-                "" if reachable else f"; {reason}"
+            reason = (
+                f"{cost:,} moves are needed and {max_moves:,} allowed; the longest run within them is {length:,}"
+                + ("" if reachable else f"; {reason}")
             )
             if length <= standing:
                 return self._nothing(f"{reason}, which is there already", reachable=reachable, limited=True)
