@@ -141,6 +141,12 @@ def _warnings(snapshot: Snapshot, pools: Sequence[Pool]) -> Iterable[str]:
     untold = sum(one.holdings.unaccounted_bytes for one in pools)
     if untold:
         yield f"blocks account for {untold:,} bytes less than their segments have; the snapshot is not consistent"
+    overlapping = _overlapping(snapshot.segments)
+    if overlapping:
+        yield (
+            f"{overlapping:,} segments begin within another one: their memory is counted more than once; the snapshot "
+            "is not consistent"
+        )
     unsized = sum(int(((one.requested < 0) & (one.states == BlockState.LIVE)).sum()) for one in snapshot.segments)
     if unsized:
         yield f"{unsized:,} live blocks do not tell what was asked for: internal waste is at least what is shown"
@@ -150,3 +156,15 @@ def _warnings(snapshot: Snapshot, pools: Sequence[Pool]) -> Iterable[str]:
             f"expandable_segments and max_split_size_mb:{settings.max_split_bytes // MIB} are both set: together they "
             "let reserved memory grow without need (pytorch#193400). Keep expandable_segments and drop the other"
         )
+
+
+def _overlapping(segments: Iterable[Segment]) -> int:
+    """How many begin before one of the same device that begins earlier has ended."""
+    found = 0
+    ends: dict[int, int] = {}
+    placed = [(one.device, one.address, one.total_bytes) for one in segments if one.address is not None]
+    for device, address, size in sorted(placed):
+        end = ends.get(device)
+        found += end is not None and address < end
+        ends[device] = address + size if end is None else max(end, address + size)
+    return found

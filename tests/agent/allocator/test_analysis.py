@@ -246,6 +246,16 @@ def test_files_that_are_no_snapshot(tmp_path: Path, data: bytes, text: str) -> N
     assert str(path) in str(caught.value)
 
 
+def test_segments_that_overlap_are_said_to() -> None:
+    def warned(*places: tuple[int, int]) -> list[str]:
+        raw = [segment(block(MIB), address=address, device=device) for device, address in places]
+        return [one for one in analyze_snapshot(parse_snapshot(raw)).warnings if "begin within another" in one]
+
+    assert warned((0, 0), (0, MIB), (1, 0)) == []
+    assert "1 segments begin" in warned((0, MIB), (0, 0), (0, MIB // 2 + MIB))[0]
+    assert "2 segments begin" in warned((0, 0), (0, 0), (0, MIB - 1))[0]
+
+
 def test_nothing_allocated_is_no_fragmentation() -> None:
     found = analyze_snapshot(parse_snapshot([]))
     assert found.total.fragmentation_rate is None
