@@ -14,7 +14,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.history.database import BUSY_SECONDS, VERSION, Mark, unusable
+from agent.history.database import BUSY_SECONDS, SCHEMA, VERSION, Mark, unusable
 from agent.history.frames import States, decode_frame
 from agent.history.model import METRICS
 from agent.history.tiers import FRAME_TIERS, RECORD, Tier
@@ -156,22 +156,38 @@ class HistoryReader:
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
+        connection = self._connect()
         try:
-            where = f"file:{quote(str(self.path.absolute()))}?mode=rw"  # rw: a WAL that nobody has open is made shared
-            connection = sqlite3.connect(where, timeout=BUSY_SECONDS, isolation_level=None, uri=True)
-        except sqlite3.Error as error:
-            raise unusable(error) from error
-        try:
-            connection.execute("PRAGMA query_only = ON")
-            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-            if version > VERSION:
-                raise DatabaseUnusable(Fault.NEWER, f"version {version}, and this is {VERSION}")
             connection.execute("BEGIN")
             yield connection
         except sqlite3.Error as error:
             raise unusable(error) from error
         finally:
             connection.close()
+
+    def _connect(self) -> sqlite3.Connection:
+        """The file; where there is none yet, or its writer has only just begun it, one that holds nothing."""
+        try:
+            if self.path.exists():
+                where = f"file:{quote(str(self.path.absolute()))}?mode=rw"  # rw: a WAL that nobody has open needs it
+                connection = sqlite3.connect(where, timeout=BUSY_SECONDS, isolation_level=None, uri=True)
+                try:
+                    connection.execute("PRAGMA query_only = ON")
+                    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+                    if version > VERSION:
+                        raise DatabaseUnusable(Fault.NEWER, f"version {version}, and this is {VERSION}")
+                except BaseException:
+                    connection.close()
+                    raise
+                if version:
+                    return connection
+                connection.close()
+            connection = sqlite3.connect(":memory:", isolation_level=None)
+            for statement in SCHEMA:
+                connection.execute(statement)
+        except (OSError, sqlite3.Error) as error:
+            raise unusable(error) from error
+        return connection
 
 
 def _pool(connection: sqlite3.Connection, name: str) -> int | None:

@@ -160,6 +160,18 @@ def test_frames_that_wait_are_bounded_in_bytes(make_past: MakePast, monkeypatch:
     assert past.writer.put(Sample(POOL, past.now, {}))
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_before_anything_is_written_there_is_nothing_to_read(begun: bool, make_past: MakePast) -> None:
+    past = make_past()
+    if begun:
+        past.writer.path.parent.mkdir()
+        past.writer.path.touch()
+    reader = past.reader
+    assert (reader.pools(), reader.marks(POOL, 0, 1e10), reader.lines(5)) == ((), (), ())
+    assert (reader.frame_at(POOL, past.now), reader.frame_range(POOL)) == (None, None)
+    assert past.writer.path.exists() == begun  # a question makes no file
+
+
 def test_files_are_for_their_owner_alone(make_past: MakePast) -> None:
     past = make_past()
     add(past)
