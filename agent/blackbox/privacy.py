@@ -88,7 +88,8 @@ def known_secrets(settings: AgentSettings) -> tuple[str, ...]:
         elif isinstance(value, str | tuple | list):
             texts = [value] if isinstance(value, str) else [str(one) for one in value]
             for text in texts:
-                found |= {part for user in _USER.findall(text) for part in user[2:-1].split(":")}
+                # Of USER:PASSWORD the password; who logs in with one word keeps that one secret.
+                found |= {user[2:-1].rpartition(":")[2] for user in _USER.findall(text)}
     return tuple(sorted((one for one in found if len(one) >= SHORTEST_SECRET), key=len, reverse=True))
 
 
