@@ -14,8 +14,14 @@ export PYTHON TORCH_INDEX VENV
 .PHONY: demo demo-vllm test setup lint bench wheels test-fresh clean distclean help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile
-	@echo 'Targets: demo demo-vllm test setup lint bench wheels test-fresh clean distclean'
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+	@printf '%s\n' '' \
+	    'demo        two engines on a recorded trace, with agent and page; demo-vllm: vLLM itself on the CPU' \
+	    'test, lint  every test; what is checked without running. setup: the environment of both alone' \
+	    'bench       the measured bars' \
+	    'wheels      both distributions, in dist/' \
+	    'test-fresh  demo and test in a bare root of this system, as root' \
+	    'clean       what was built; distclean: the environment too'
 
 demo:
 	@scripts/setup.sh demo
