@@ -74,7 +74,9 @@ def render_check(facts: dict[str, Any]) -> str:
 def send_test(name: str, settings: AgentSettings) -> dict[str, Any]:
     """Send one message to a receiver that is set up. Raises SettingsError, or SinkFailed with why it did not arrive."""
     if name not in NAMES:
-        raise SettingsError(f"there is no receiver {name!r}; give one of {', '.join(NAMES)}")
+        # An address is a secret, and is not written back.
+        shown = f"there is no receiver {name!r}" if name.isidentifier() else "that is the name of no receiver"
+        raise SettingsError(f"{shown}; give one of {', '.join(NAMES)}, and its address in the settings")
     sinks = make_sinks(settings, only=name)
     if not sinks:
         setting = {"log": "alert_log", "alertmanager": "alertmanager_url", "slack": "slack_webhook_url"}

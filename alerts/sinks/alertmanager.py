@@ -6,11 +6,12 @@ import json
 from typing import Any, Final
 
 from alerts.clock import SYSTEM_CLOCK, Clock
+from alerts.errors import AlertsConfigError
 from alerts.grouping import Cadence
 from alerts.notice import Entry, Notice
 from alerts.sinks import prometheus_form as form
-from alerts.sinks.base import Outcome, Permanent, Retry, Shrink
-from alerts.sinks.http import TIMEOUT_SECONDS, Poster, Proxy, Unanswered, classify
+from alerts.sinks.base import Outcome, Permanent, Reason, Retry, Sent, Shrink
+from alerts.sinks.http import TIMEOUT_SECONDS, Poster, Proxy, Unanswered, classify, is_page
 from alerts.sinks.secret_url import SecretUrl
 
 PATH: Final = "/api/v2/alerts"
@@ -38,6 +39,8 @@ class AlertmanagerSink:
         self.cadence = cadence or Cadence.at_once(resend_seconds=resend_seconds, most_changes=MOST_CHANGES)
         self._lasting_seconds = KEPT_RESENDS * (self.cadence.resend_seconds or resend_seconds)
         self._clock = clock
+        if "?" in url.reveal() or "#" in url.reveal():
+            raise AlertsConfigError(f"the address of {name} has more behind its path; give it without ? and #")
         base = url.reveal().rstrip("/").removesuffix(PATH)
         target = SecretUrl(base + PATH, what=name, plain_http=True)  # whether plain HTTP may be was asked already
         self._poster = Poster(target, timeout_seconds=timeout_seconds, proxy=proxy, what=name)
@@ -51,6 +54,8 @@ class AlertmanagerSink:
         except Unanswered as error:
             return Retry(error.reason)
         outcome = classify(reply, self._clock.wall)
+        if isinstance(outcome, Sent) and is_page(reply):
+            return Retry(Reason.NOT_A_RECEIVER)
         # Of a batch that holds something invalid Alertmanager has taken the rest, and there is no simpler form.
         return Permanent(outcome.reason, outcome.status) if isinstance(outcome, Shrink) else outcome
 

@@ -82,6 +82,13 @@ class Poster:
         logging.getLogger("httpcore").setLevel(logging.INFO)
         self._authorization = _authorization(url)
         try:
+            httpx.URL(url.reveal())
+            url.host.encode("idna")  # as the look-up of the name will have it
+        except (httpx.InvalidURL, ValueError):
+            raise AlertsConfigError(
+                f"the address of {what} holds a host that cannot be; give https://HOST/PATH"
+            ) from None
+        try:
             self._proxy = _proxy_for(url, proxy)
             self._context = httpx.create_ssl_context()
             self._transport().close()
@@ -153,6 +160,11 @@ class _Deadline:
             with suppress(OSError):  # it ended by itself
                 # Not closed: another thread reads from it, and its number would soon be another connection's.
                 self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def is_page(reply: Reply) -> bool:
+    """Whether it is markup, as the login page is that some proxy puts in the place of a receiver's answer."""
+    return reply.text.lstrip("\ufeff \t\r\n").startswith("<")
 
 
 def classify(reply: Reply, wall: Callable[[], float] = time.time) -> Outcome:

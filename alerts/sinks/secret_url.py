@@ -43,7 +43,8 @@ class SecretUrl:
         """From a file, else from a variable of the environment. Raises AlertsConfigError."""
         if file is not None:
             try:
-                text = file.read_bytes()[:MOST_BYTES].decode("ascii")
+                with file.open("rb") as opened:  # never all of it: it may be no file of ours, and have no end
+                    text = opened.read(MOST_BYTES).decode("ascii")
             except OSError as error:
                 raise AlertsConfigError(f"{what}: {file} cannot be read ({error.strerror}); mend the path") from None
             except UnicodeDecodeError:

@@ -12,13 +12,14 @@ from alerts.clock import SYSTEM_CLOCK, Clock
 from alerts.grouping import Cadence
 from alerts.notice import Notice
 from alerts.sinks.base import Outcome, Permanent, Reason, Retry, Sent, Shrink
-from alerts.sinks.http import TIMEOUT_SECONDS, Poster, Proxy, Reply, Unanswered, classify
+from alerts.sinks.http import TIMEOUT_SECONDS, Poster, Proxy, Reply, Unanswered, classify, is_page
 from alerts.sinks.secret_url import SecretUrl
 from alerts.sinks.slack_message import full_message, short_message
 
 # Slack's words for a webhook that will not work again, whatever the status beside them.
 GONE: Final = ("no_service", "no_team", "team_disabled", "channel_not_found", "channel_is_archived", "invalid_token")
 FORBIDDEN: Final = ("action_prohibited", "posting_to_general_channel_denied", "user_not_found")
+INVALID: Final = ("invalid_payload", "invalid_blocks", "no_text", "too_many_attachments")
 
 
 class SlackSink:
@@ -48,15 +49,18 @@ class SlackSink:
             return Retry(error.reason)
         body = response.body.strip()
         reply = Reply(response.status_code, response.headers, body.encode())
-        if 200 <= reply.status < 300:
-            # Slack says "ok", and those that speak like it at least do not answer with a page.
-            return Retry(Reason.NOT_A_RECEIVER) if body.lower().startswith(("<!doctype", "<html")) else Sent()
         outcome = classify(reply, self._clock.wall)
-        if isinstance(outcome, Shrink) and body in GONE:
+        if not isinstance(outcome, Sent | Shrink):
+            return outcome
+        if body in GONE:
             return Permanent(Reason.GONE, reply.status)
-        if isinstance(outcome, Shrink) and body in FORBIDDEN:
+        if body in FORBIDDEN:
             return Permanent(Reason.FORBIDDEN, reply.status)
-        return outcome
+        if body in INVALID:
+            return Shrink(Reason.INVALID_MESSAGE, reply.status)
+        # Slack says "ok", and those that speak like it at least answer neither with a page nor with a refusal.
+        refused = is_page(reply) or '"ok":false' in body.replace(" ", "")
+        return Retry(Reason.NOT_A_RECEIVER) if isinstance(outcome, Sent) and refused else outcome
 
     def __repr__(self) -> str:
         return f"<Slack sink {self.name!r}>"

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from alerts.errors import AlertsConfigError
+from alerts.sinks.alertmanager import AlertmanagerSink
 from alerts.sinks.http import Poster, Unanswered
 from alerts.sinks.secret_url import SecretUrl, is_loopback
+from alerts.sinks.slack import SlackSink
 from tests.alerts.slack_receiver import SECRET_PATH, Answer, Receiver
 
 SECRET = SECRET_PATH.rsplit("/", 1)[1]
@@ -122,6 +124,25 @@ def test_it_is_read_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: 
     with pytest.raises(AlertsConfigError, match="does not hold a URL") as caught:
         SecretUrl.read(what="x", file=tmp_path / "url")
     assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("host", ["xn--a-.example", "a..example", "-" + "a" * 70 + ".example"])
+def test_a_host_that_cannot_be_is_refused_at_once(host: str) -> None:
+    """Found out while sending it would cost each message."""
+    with pytest.raises(AlertsConfigError, match="a host that cannot be") as caught:
+        SlackSink("slack", SecretUrl(f"https://{host}{SECRET_PATH}", what="x"), proxy="none")
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_of_alertmanager_the_address_alone_is_taken() -> None:
+    with pytest.raises(AlertsConfigError, match=r"without \? and #") as caught:
+        AlertmanagerSink("alertmanager", SecretUrl(f"http://127.0.0.1:9093/?token={SECRET}", what="x"), proxy="none")
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_of_a_file_without_an_end_the_beginning_is_read() -> None:
+    with pytest.raises(AlertsConfigError, match="no URL has"):
+        SecretUrl.read(what="x", file=Path("/dev/zero"))
 
 
 def test_it_is_not_written_down() -> None:

@@ -21,7 +21,7 @@ from alerts.model import Alert, Severity
 from alerts.notice import Entry, News, Notice
 from alerts.pipeline import Pipeline
 from alerts.sinks.alertmanager import AlertmanagerSink
-from alerts.sinks.base import Outcome, Permanent, Reason, Retry, Sent
+from alerts.sinks.base import Outcome, Permanent, Reason, Retry, Sent, Shrink
 from alerts.sinks.log import LogSink
 from alerts.sinks.secret_url import SecretUrl
 from alerts.sinks.slack import SlackSink
@@ -86,6 +86,13 @@ def test_the_api_that_is_gone_is_not_asked_again(receiver: Receiver) -> None:
     sink = alertmanager(f"http://127.0.0.1:{receiver.port}")
     assert sink.send(notice(firing())) == Permanent(Reason.GONE, 410)
     assert sink.send(notice(firing())) == Permanent(Reason.INVALID_MESSAGE, 400)
+
+
+def test_a_login_page_in_the_place_of_alertmanager_took_nothing(receiver: Receiver) -> None:
+    receiver.script(Answer(200, "<html><title>Log in</title>"), Answer(200, ""))
+    sink = alertmanager(f"http://127.0.0.1:{receiver.port}")
+    assert sink.send(notice(firing())) == Retry(Reason.NOT_A_RECEIVER)
+    assert sink.send(notice(firing())) == Sent()
 
 
 @pytest.fixture
@@ -224,6 +231,12 @@ def test_the_log_has_a_line_for_each_alert() -> None:
     [
         (Answer(200, "ok"), Sent()),
         (Answer(200, "<!DOCTYPE html><title>Log in</title>"), Retry(Reason.NOT_A_RECEIVER)),
+        (Answer(200, "\n<!-- gateway --><html>"), Retry(Reason.NOT_A_RECEIVER)),
+        (Answer(200, '{"ok": false, "error": "invalid_auth"}'), Retry(Reason.NOT_A_RECEIVER)),
+        (Answer(200, '{"ok": true}'), Sent()),
+        (Answer(200, "no_service"), Permanent(Reason.GONE, 200)),
+        (Answer(200, "action_prohibited"), Permanent(Reason.FORBIDDEN, 200)),
+        (Answer(200, "invalid_blocks"), Shrink(Reason.INVALID_MESSAGE, 200)),
         (Answer(400, "invalid_token"), Permanent(Reason.GONE, 400)),
         (Answer(403, "action_prohibited"), Permanent(Reason.FORBIDDEN, 403)),
         (Answer(404, "channel_not_found"), Permanent(Reason.GONE, 404)),

@@ -155,6 +155,8 @@ def test_a_receiver_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, capsy
     assert "set KVATLAS_SLACK_WEBHOOK_URL" in capsys.readouterr().err
     assert cli.main(["alerts", "test", "pager"]) == 2
     assert "log, slack, alertmanager, webhook" in capsys.readouterr().err
+    assert cli.main(["alerts", "test", "https://hooks.example/services/T0/B0/secret"]) == 2
+    assert "secret" not in capsys.readouterr().err
     monkeypatch.setenv("KVATLAS_SLACK_WEBHOOK_URL", "http://hooks.example/services/T0/B0/secret")
     assert cli.main(["alerts", "test", "slack"]) == 2
     told = capsys.readouterr().err
