@@ -40,13 +40,16 @@ HALF_MILLION = (
     "“Give Me BF16 or Give Me Death?” (arXiv 2411.02355), over 500,000 evaluations of Llama-3.1: FP8 loses nothing "
     "measurable, INT8 1 to 3 %"
 )
+MEASURED = "docs/kv-quantisation.md (SmolLM2-135M, whose weights were Q4_1, on the Python language reference)"
 KV_FP8 = (
-    "vLLM's page on the quantized KV cache: accuracy close to 16 bits with calibrated scales, less with scales of 1; "
-    "the “< 0.5 %” that goes round names no measurement"
+    f"our measurement, {MEASURED}; vLLM's page on the quantized KV cache: accuracy close to 16 bits with calibrated "
+    "scales, less with scales of 1; the “< 0.5 %” that goes round names no measurement"
 )
+KV_EIGHT = f"our measurement, {MEASURED}; 8 bits are half plus scales, not 37.5 %"
 KV_LOW = (
-    "KIVI (arXiv 2402.02750): 4 bits hold up with scales for each channel of K and token of V; one scale a head "
-    "and token is coarser; the “< 2 %” that goes round names no measurement"
+    f"our measurement, {MEASURED}, without the rotation that vLLM does first; KIVI (arXiv 2402.02750): 4 bits hold up "
+    "with scales for each channel of K and token of V, one scale a head and token is coarser; the “< 2 %” that goes "
+    "round names no measurement"
 )
 GQA_PAPER = (
     "GQA (arXiv 2305.13245): close to MHA after uptraining with 5 % of the pre-training compute; MQA somewhat worse"
@@ -59,7 +62,8 @@ RECIPES: Mapping[str, Recipe] = {
         sglang="--kv-cache-dtype fp8_e4m3",
         lmdeploy="--backend pytorch --quant-policy fp8",
         ollama="OLLAMA_FLASH_ATTENTION=1 OLLAMA_KV_CACHE_TYPE=q8_0 (8.5 bits)",
-        quality="small: under 1 % on most tasks, more on long contexts and without calibrated scales",
+        quality="small with scales, more without: perplexity +0.6 % with one for each head and token of a small "
+        "model, +1.4 % with a scale of 1, which is what the flag alone means",
         source=KV_FP8,
         price="a GPU or attention backend without fused FP8 attention decodes more slowly",
         effort=1,
@@ -69,8 +73,8 @@ RECIPES: Mapping[str, Recipe] = {
         vllm="--kv-cache-dtype int8_per_token_head",
         lmdeploy="--quant-policy 8",
         ollama="OLLAMA_FLASH_ATTENTION=1 OLLAMA_KV_CACHE_TYPE=q8_0 (8.5 bits)",
-        quality="small: dynamic scales keep it close to 16 bits",
-        source="LMDeploy's page on KV quantization; 8 bits are half plus scales, not 37.5 %",
+        quality="hardly to be measured: perplexity ±0.0 % of a small model, KL 0.0009 nats a token",
+        source=KV_EIGHT,
         effort=1,
     ),
     "kv-int4": Recipe(
@@ -78,7 +82,8 @@ RECIPES: Mapping[str, Recipe] = {
         vllm="--kv-cache-dtype int4_per_token_head",
         lmdeploy="--quant-policy 4",
         ollama="OLLAMA_FLASH_ATTENTION=1 OLLAMA_KV_CACHE_TYPE=q4_0 (4.5 bits)",
-        quality="measurable, and larger for models with few KV heads: try your own tasks first",
+        quality="large where nothing else is done: perplexity +17.9 % of a small model, KL 0.15 nats a token; "
+        "try your own tasks first",
         source=KV_LOW,
         effort=2,
     ),
