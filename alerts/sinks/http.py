@@ -82,7 +82,7 @@ class Poster:
         logging.getLogger("httpcore").setLevel(logging.INFO)
         self._authorization = _authorization(url)
         try:
-            httpx.URL(url.reveal())
+            _ = httpx.URL(url.reveal()).host  # which httpx decodes for each request
             url.host.encode("idna")  # as the look-up of the name will have it
         except (httpx.InvalidURL, ValueError):
             raise AlertsConfigError(
