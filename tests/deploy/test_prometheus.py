@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agent.alerting.numbers import NUMBERS
 from agent.alerting.rule_files import default_rules
+from alerts.units import Unit, parse
 
 WITHOUT_METRIC = {"compaction-check-failed", "maps-unreadable"}
 
@@ -51,6 +53,63 @@ def test_every_default_rule_has_its_like(folder: Path) -> None:
     groups = yaml.safe_load((folder / "rules.yml").read_text())["groups"]
     runbooks = {rule["annotations"]["runbook"] for group in groups for rule in group["rules"] if "alert" in rule}
     assert runbooks == {rule.name for rule in default_rules()} - WITHOUT_METRIC
+
+
+# What metrics tell otherwise than the agent's own numbers; rules.yml says so beside each.
+OTHER_NUMBERS = {"headroom-breached", "agent-sampling-late", "compaction-backs-off", "notifications-failing"}
+OTHER_WAITS = {
+    "KVAtlasAgentDown",
+    "KVAtlasCompactionFailed",
+    "KVAtlasCompactionBacksOff",
+    "KVAtlasNotificationsFailing",
+}
+
+
+def differences(rules: str) -> set[str]:
+    """Alerts and default rules that do not say the same: thresholds, exits, conditions, severities raised to, waits."""
+    groups = yaml.safe_load(rules)["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    found = set()
+    for rule in default_rules():
+        like = [one for one in alerts if one["annotations"]["runbook"] == rule.name]
+        if rule.unit is not Unit.FLAG and rule.name not in WITHOUT_METRIC | OTHER_NUMBERS:
+            units = {bound.number: NUMBERS[bound.number].unit for bound in rule.when}
+            bounds = [bound.value for bound in rule.when if units[bound.number] is not Unit.FLAG]
+            own = {rule.enter.value, rule.exit, *bounds, *(one.bound.value for one in rule.raises)}
+            said = {float(one) for alert in like for one in re.findall(r"[<>] ([0-9.]+)", alert["expr"])}
+            found |= {rule.name} if own != said else set()
+        for alert in like:
+            waits = (rule.for_seconds, rule.keep_firing_seconds)
+            if alert["alert"] not in OTHER_WAITS and waits != (wait(alert, "for"), wait(alert, "keep_firing_for")):
+                found.add(alert["alert"])
+    return found
+
+
+def wait(alert: dict[str, str], key: str) -> float:
+    seconds = parse(alert.get(key, "0s"), Unit.SECONDS)
+    assert seconds is not None
+    return seconds
+
+
+def test_thresholds_and_waits_are_those_of_the_agent(folder: Path) -> None:
+    assert differences((folder / "rules.yml").read_text()) == set()
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "differs"),
+    [
+        ("kvatlas:pool_used:ratio > 0.95", "kvatlas:pool_used:ratio > 0.94", "pool-nearly-full"),
+        ("kvatlas:pool_used:ratio > 0.90", "kvatlas:pool_used:ratio > 0.91", "pool-nearly-full"),
+        ("kvatlas_preemptions_total[1m]) > 60", "kvatlas_preemptions_total[1m]) > 50", "preemption-storm"),
+        ("for: 5m", "for: 4m", "KVAtlasTailWaste"),
+    ],
+)
+def test_a_threshold_or_a_wait_that_is_changed_is_noticed(
+    folder: Path, written: str, instead: str, differs: str
+) -> None:
+    rules = (folder / "rules.yml").read_text()
+    assert rules.count(written) >= 1
+    assert differs in differences(rules.replace(written, instead))
 
 
 def test_the_rules_speak_of_metrics_that_the_agent_s_code_names(folder: Path, repository_root: Path) -> None:
