@@ -94,7 +94,7 @@ def bundle(
 def make_bundle(engine: str | None, output: Path, settings: AgentSettings, agent_url: str) -> dict[str, Any]:
     """Write the archive; returns what is in it, as plain JSON values.
 
-    Raises SettingsError where nothing is known of that engine, OSError where the file cannot be written.
+    Raises SettingsError where nothing is known of that engine, KvatlasError where the file cannot be written.
     """
     packed, now = _Bundle(), time.time()
     folders = tuple(map_folders({"KVATLAS_DIR": settings.dir}) if settings.dir else map_folders())
@@ -125,7 +125,10 @@ def make_bundle(engine: str | None, output: Path, settings: AgentSettings, agent
         "members": {name: len(content) for name, content in packed.members.items()},
         "left_out": [hide(line, secrets) for line in packed.left_out],
     }
-    size = write_archive(output, {"bundle.json": json.dumps(manifest).encode() + b"\n", **packed.members}, now)
+    try:
+        size = write_archive(output, {"bundle.json": json.dumps(manifest).encode() + b"\n", **packed.members}, now)
+    except OSError as error:  # its own text names the file under its temporary name
+        raise KvatlasError(f"{output} cannot be written ({error.strerror}); give another with -o") from error
     return {
         "schema": SCHEMA,
         "file": str(output),

@@ -118,6 +118,9 @@ def test_a_bundle_has_what_a_report_needs_and_nothing_that_is_secret(
     assert not any("alive" in name for name in dict(everything_in(output.read_bytes())))
     assert cli.main(["bundle", "nobody", "-o", str(output)]) == 2
     assert "nothing is known of an engine 'nobody'" in capsys.readouterr().err
+    elsewhere = tmp_path / "none" / "report.tar.gz"
+    assert cli.main(["bundle", "dead", "-o", str(elsewhere)]) == 1
+    assert f"error: {elsewhere} cannot be written (No such file or directory); give" in capsys.readouterr().err
 
 
 def test_without_an_agent_it_packs_what_there_is(
