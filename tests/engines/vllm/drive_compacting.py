@@ -22,16 +22,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 from drive_in_process import LOG, Engine, ahead_of_output  # type: ignore[import-not-found]
-from drive_relocating import (  # type: ignore[import-not-found]
+from engine_watch import (  # type: ignore[import-not-found]
     SETTING,
     Requests,
     Watch,
     ask,
     conversation,
     digest,
-    faults_of_the_pool,
     replaced,
 )
+from pool_truth import faults_of_the_pool  # type: ignore[import-not-found]
 
 from engine_shim.adapters.vllm import contents, mover, worker_moves
 from engine_shim.adapters.vllm.compaction import compaction_refusal
