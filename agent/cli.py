@@ -94,9 +94,18 @@ def complete_app(*names: str) -> typer.Typer:
     return app
 
 
+# In the list of commands, which cuts longer ones off.
+_SHORT = {
+    "agent": "Run the sidecar: the API and /metrics.",
+    "demo": "Watch two real KV pools serve a recorded trace.",
+    "demo-vllm": "Watch vLLM itself, with a real model, serve one.",
+    "bundle": "Pack what a bug report needs, without secrets.",
+}
+
+
 def _add(name: str, make: Callable[[], Callable[..., Any]]) -> None:
     if not any(command.name == name for command in app.registered_commands):
-        app.command(name=name)(make())
+        app.command(name=name, short_help=_SHORT.get(name))(make())
 
 
 @app.command(name="map")
@@ -111,7 +120,7 @@ def map_(
     _print(facts) if as_json else print(render_map(facts))
 
 
-@app.command()
+@app.command(short_help="Read a snapshot of torch's allocator: what it holds.")
 def allocator(
     snapshot: Annotated[str, typer.Argument(help="A snapshot file, pickle or JSON; or an engine to ask for one.")],
     html: Annotated[
@@ -126,7 +135,7 @@ def allocator(
     _print(facts) if as_json else print(render_allocator(facts))
 
 
-@app.command()
+@app.command(short_help="Move live blocks, or switch that off and on.")
 def compact(
     engine: Annotated[str, typer.Argument(help="An engine id, an id as in /v1/engines, or a map file.")],
     target: Annotated[
@@ -158,7 +167,7 @@ def compact(
     return 0 if result.fine else EXIT_FAILED
 
 
-@app.command()
+@app.command(short_help="Say what to change in an engine that runs.")
 def advise(
     engine: Annotated[str, typer.Argument(help="An engine id, an id as in /v1/engines, or a map file.")],
     config: Annotated[
@@ -240,7 +249,7 @@ def simulate(
         _print(reports[0].to_json()) if as_json else print(render_simulation(reports[0]))
 
 
-@app.command()
+@app.command(short_help="Check folders, maps, packages, port and GPU.")
 def doctor(
     config: Annotated[Path | None, typer.Option(envvar="KVATLAS_CONFIG", help="Settings file of the agent.")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT to check (KVATLAS_LISTEN).")] = None,

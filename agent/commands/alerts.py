@@ -11,6 +11,7 @@ import typer
 alerts_app = typer.Typer(
     name="alerts",
     help="Check rules, try receivers, and see and mute what an agent alerts on.",
+    short_help="Check rules, try receivers, see and mute alerts.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -23,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", envvar="KVATLAS_JSON", help="Print
 AGENT_URL = "http://127.0.0.1:9477"
 
 
-@alerts_app.command()
+@alerts_app.command(short_help="Read a rules file as the agent would; name each fault.")
 def check(file: Annotated[Path, typer.Argument(help="A rules file, YAML.")], as_json: Json = False) -> None:
     """Read a rules file as the agent would; names every fault with its line and what to write instead."""
     from agent.commands import alert_work as work
@@ -32,7 +33,7 @@ def check(file: Annotated[Path, typer.Argument(help="A rules file, YAML.")], as_
     _print(facts) if as_json else print(work.render_check(facts))
 
 
-@alerts_app.command(name="test")
+@alerts_app.command(name="test", short_help="Send one test message to a receiver.")
 def try_(
     sink: Annotated[str, typer.Argument(help="slack, alertmanager, webhook or log.")],
     config: Annotated[Path | None, typer.Option(envvar="KVATLAS_CONFIG", help="Settings file of the agent.")] = None,
@@ -46,7 +47,7 @@ def try_(
     _print(facts) if as_json else print(f"{sink} took the message in {facts['seconds']:.2f} s")
 
 
-@alerts_app.command(name="list")
+@alerts_app.command(name="list", short_help="Show what is open, lately over and muted.")
 def list_(agent: Agent = AGENT_URL, token: Token = None, token_file: TokenFile = None, as_json: Json = False) -> None:
     """Show the open alerts of an agent, the last ones that are over, and what is muted."""
     from agent.commands import alert_work as work
@@ -56,7 +57,7 @@ def list_(agent: Agent = AGENT_URL, token: Token = None, token_file: TokenFile =
     print(found.model_dump_json() if as_json else work.render_alerts(found))
 
 
-@alerts_app.command()
+@alerts_app.command(short_help="Say nothing of a rule or an engine for a time.")
 def mute(
     rule: Annotated[str | None, typer.Option(help="Mute this rule.")] = None,
     engine: Annotated[str | None, typer.Option(help="Mute this engine; with --rule, that rule there.")] = None,
