@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from unicodedata import category
 
 from alerts.errors import AlertsConfigError
 
 ENGINE_LABEL = "engine_id"
 LONGEST_SECONDS = 30 * 86_400.0
 LONGEST_TEXT = 200
+_HIDDEN = frozenset({"Cc", "Cs"})  # control characters, and halves of others
+_TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # make a text read otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +35,17 @@ class Mute:
         if not self.author.strip():
             raise AlertsConfigError("a mute has an author: say who asks for it")
         for name in ("rule", "engine", "author", "comment"):
-            if len(getattr(self, name) or "") > LONGEST_TEXT:
+            text = getattr(self, name) or ""
+            if len(text) > LONGEST_TEXT:
                 raise AlertsConfigError(f"{name} is longer than {LONGEST_TEXT} characters; shorten it")
+            if any(category(one) in _HIDDEN or one in _TURNING for one in text):
+                raise AlertsConfigError(f"{name} holds a character that cannot be shown; write plain text")
+        if self.engine and "*" in self.engine:
+            raise AlertsConfigError("engine is the name of one engine, and no pattern; give each a mute of its own")
         seconds = self.expires_at - self.created_at
         if not (math.isfinite(seconds) and 0 < seconds <= LONGEST_SECONDS):
             raise AlertsConfigError(
-                f"a mute lasts more than nothing and at most {LONGEST_SECONDS / 86_400:.0f} days, not {seconds:g} s"
+                f"a mute lasts more than nothing and at most {LONGEST_SECONDS / 86_400:.0f} days, not {seconds:,.0f} s"
             )
 
     def active(self, at: float) -> bool:

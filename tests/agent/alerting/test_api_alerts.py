@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,6 +133,10 @@ def test_a_mute_ends_by_itself(world: World) -> None:
         ({"seconds": 0}, "seconds"),
         ({"seconds": 1e9}, "at most 30 days"),
         ({"engine": "x" * 300}, "engine is longer"),
+        ({"engine": "vllm-*"}, "no pattern"),
+        ({"engine": "\x00"}, "engine holds a character that cannot be shown"),
+        ({"author": "a\u202eb"}, "author holds a character that cannot be shown"),
+        ({"comment": "\x1b[2J"}, "comment holds a character that cannot be shown"),
         ({"until": 5}, "until"),
     ],
 )
@@ -139,6 +144,22 @@ def test_what_is_no_mute_is_refused_with_what_to_do(world: World, order: dict[st
     response = world.mute(**order)
     assert response.status_code == 400
     assert part in response.json()["message"] + response.json()["action"]
+
+
+@pytest.mark.parametrize("name", ["engine", "author", "comment"])
+def test_half_a_character_makes_no_list_unreadable(world: World, name: str) -> None:
+    """JSON can hold it and UTF-8 cannot: kept, it would fail every answer for as long as the mute lasts."""
+    order = {"rule": "tail-waste", "seconds": 60, "author": "ann"} | {name: "HALF"}
+    body = json.dumps(order).replace("HALF", "\\ud800")
+    response = world.client.post("/v1/mutes", content=body, headers=TOKEN | {"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert world.client.get("/v1/mutes").json()["mutes"] == []
+    assert world.client.get("/v1/alerts").status_code == 200
+
+
+def test_an_author_may_have_any_name(world: World) -> None:
+    assert world.mute(author="Ζωή 👩\u200d💻").status_code == 200
+    assert world.client.get("/v1/mutes").json()["mutes"][0]["author"] == "Ζωή 👩\u200d💻"
 
 
 def test_only_who_may_change_things_mutes(world: World) -> None:
