@@ -42,6 +42,7 @@ class Fault(Enum):
 
     CORRUPT = "is damaged; it is set aside under another name, and a new one is begun"
     LOCKED = "is in use by another process; give each agent a file of its own"
+    FOREIGN = "is another program's; name another file"
     NEWER = "was made by a newer version; run that one, or name another file"
     REPLACED = "was removed or replaced while the agent ran; leave it to the agent"
     UNWRITABLE = "cannot be written; make room, or mend the folder's permissions"
@@ -103,12 +104,15 @@ class Database:
     def _prepare(self) -> None:
         run = self._connection.execute
         run("PRAGMA locking_mode = EXCLUSIVE")  # before the first access: then WAL needs no shared memory either
-        run("PRAGMA journal_mode = WAL")
-        run("PRAGMA synchronous = FULL")
-        run("PRAGMA journal_size_limit = 4194304")
+        there = {name for (name,) in run("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if there and there.isdisjoint(TABLES):
+            raise DatabaseUnusable(Fault.FOREIGN, self.path.name)
         version = int(run("PRAGMA user_version").fetchone()[0])
         if version > VERSION:
             raise DatabaseUnusable(Fault.NEWER, f"version {version}, and this is {VERSION}")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = FULL")
+        run("PRAGMA journal_size_limit = 4194304")
         damage = run("PRAGMA quick_check(1)").fetchone()[0]
         if damage != "ok":
             raise DatabaseUnusable(Fault.CORRUPT, str(damage))

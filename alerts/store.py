@@ -263,7 +263,7 @@ class Store:
                 self._lose(error)
                 if error.fault is Fault.CORRUPT:
                     self._mend()
-                elif error.fault in (Fault.LOCKED, Fault.NEWER):
+                elif error.fault in (Fault.LOCKED, Fault.FOREIGN, Fault.NEWER):
                     self._mend_at = None  # the file is somebody else's
                 else:
                     self._unread = True

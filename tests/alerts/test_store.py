@@ -224,6 +224,22 @@ def test_a_file_of_a_newer_version_is_left_alone(open_store: OpenStore, path: Pa
         assert connection.execute("SELECT count(*) FROM states").fetchone() == (0,)
 
 
+def test_a_file_of_another_program_is_left_alone(open_store: OpenStore, path: Path, clock: TurnedClock) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE samples (at REAL)")
+        other.commit()
+    before = path.read_bytes()
+    store = open_store()
+    assert "another program's; name another file" in (store.trouble or "")
+    clock.turn(3600.0)
+    store.commit({"a": "{}"}, [fired(make_alert())])
+    store.close()
+    with closing(sqlite3.connect(path)) as other:
+        assert [name for (name,) in other.execute("SELECT name FROM sqlite_master")] == ["samples"]
+    assert path.read_bytes() == before
+
+
 def test_two_agents_do_not_share_a_file(
     open_store: OpenStore, path: Path, waits: list[float], clock: TurnedClock, repository_root: Path
 ) -> None:
