@@ -83,9 +83,9 @@ def run_agent(settings: AgentSettings) -> None:
         clock=clock,
     )
     sampler.subscribe(scraper.notice)
-    alerting = Alerting.from_settings(settings, driver, address, clock, lambda: scraper.view)
-    sampler.subscribe(lambda: alerting.notice(sampler.view))
     monitor = DeviceMonitor(lambda: sampler.view, settings.device_monitor(), clock=clock)
+    alerting = Alerting.from_settings(settings, driver, address, clock, lambda: scraper.view, monitor.view)
+    sampler.subscribe(lambda: alerting.notice(sampler.view))
     exporter = Exporter(
         lambda: sampler.view,
         clock=clock,

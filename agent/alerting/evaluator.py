@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
+from agent.alerting.device_feed import DeviceFeed
 from agent.alerting.feed import PoolFeed
 from agent.alerting.own import OwnFeed
 from agent.log import EventLog
@@ -55,11 +56,13 @@ class Evaluator:
         pools: PoolFeed,
         own: OwnFeed,
         *,
+        devices: DeviceFeed | None = None,
         settings: LifecycleSettings | None = None,
         clock: Clock | None = None,
         log: EventLog | None = None,
     ) -> None:
         self._keeper, self._pools, self._own = keeper, pools, own
+        self._devices = devices or DeviceFeed()
         self._clock = clock or Clock()
         self._log = log or EventLog(logging.getLogger("kvatlas.alerting"))
         overdue = max(OVERDUE_INTERVALS * own.interval_seconds, LEAST_OVERDUE_SECONDS)
@@ -115,7 +118,8 @@ class Evaluator:
         now = self._clock.monotonic()
         fresh = self._own.late_seconds(view, now) < self._overdue_seconds
         elapsed = 0.0 if self._evaluated is None else now - self._evaluated
-        readings = (self._own.reading(view, now), *self._pools.readings(view, now, fresh=fresh))
+        own = self._devices.readings(self._own.reading(view, now))
+        readings = (*own, *self._pools.readings(view, now, fresh=fresh))
         step = self._lifecycle.evaluate(
             readings, self._clock.wall(), elapsed_seconds=elapsed, mutes=self._keeper.mutes()
         )

@@ -9,6 +9,7 @@ from alerts.units import Unit
 
 POOL_LABELS: Final = ("engine_id", "model", "pool", "rank")
 AGENT_LABELS: Final = ("agent",)
+DEVICE_LABELS: Final = ("gpu",)
 
 NUMBERS: Final = {
     # Of an engine and its map; known as long as the map is there
@@ -54,6 +55,15 @@ NUMBERS: Final = {
     "compaction_undone_runs": NamedNumber(
         Unit.COUNT, "runs in a row that failed or did not last, while fragmentation is up; else 0"
     ),
+    # Of devices and host memory; unknown where nobody may be asked
+    "nvml_failed": NamedNumber(Unit.FLAG, "NVML is there and does not work, or does not answer"),
+    "device_lost": NamedNumber(Unit.FLAG, "the device failed, needs a reset, or is not listed any more"),
+    "device_memory_free_ratio": NamedNumber(Unit.RATIO, "free memory of the device"),
+    "device_memory_unattributed_ratio": NamedNumber(Unit.RATIO, "memory of the device that nobody visible holds"),
+    "host_memory_available_ratio": NamedNumber(Unit.RATIO, "host memory that can be had without swapping"),
+    "cgroup_memory_used_ratio": NamedNumber(
+        Unit.RATIO, "working set of the engine's control group, of its tightest memory limit"
+    ),
     # Of the agent itself
     "agent_sample_late_seconds": NamedNumber(Unit.SECONDS, "by which the last sample came, or is, too late"),
     "agent_notifications_failing_seconds": NamedNumber(
@@ -64,4 +74,4 @@ NUMBERS: Final = {
 }
 TEXTS: Final = frozenset({"reason", "decision", "consumers", "disagreement", "sink", "unreadable"})
 
-CATALOGUE: Final = Catalogue(NUMBERS, frozenset((*POOL_LABELS, *AGENT_LABELS)), TEXTS)
+CATALOGUE: Final = Catalogue(NUMBERS, frozenset((*POOL_LABELS, *AGENT_LABELS, *DEVICE_LABELS)), TEXTS)

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from agent.alerting.device_feed import DeviceFeed
 from agent.alerting.evaluator import Evaluator
 from agent.alerting.feed import PoolFeed
 from agent.alerting.own import Delivery, OwnFeed
@@ -14,6 +15,7 @@ from agent.alerting.rule_files import load_rules
 from agent.alerting.sinks import LOG, SLACK, make_sinks
 from agent.compaction.driver import CompactionDriver
 from agent.config import AgentSettings
+from agent.devices.model import NOTHING_READ, DevicesView
 from agent.engine_metrics.model import EngineMetricsView
 from agent.log import EventLog
 from agent.sampling.model import AgentView, Clock
@@ -39,6 +41,7 @@ class Alerting:
         driver: CompactionDriver,
         *,
         metrics: Callable[[], EngineMetricsView] = EngineMetricsView,
+        devices: Callable[[], DevicesView] = lambda: NOTHING_READ,
         clock: Clock | None = None,
         interval_seconds: float = 1.0,
         pool_page: str = "",
@@ -49,13 +52,15 @@ class Alerting:
         """`pool_page` is an address that a pool's id is put at the end of; "" where there is none, as for the others.
         The store must know the names of the sinks."""
         clock = clock or Clock()
+        name = agent_name or socket.gethostname()
         self.store = store
         self.pipeline = Pipeline(store, sinks, clock, list_url=lambda: list_page or None)
         self.evaluator = Evaluator(
             rules,
             store,
             PoolFeed(driver.standing_if_known, consumers=driver.settings.consumers, metrics=metrics, link=pool_page),
-            OwnFeed(agent_name or socket.gethostname(), interval_seconds, self._deliveries, link=list_page or None),
+            OwnFeed(name, interval_seconds, self._deliveries, link=list_page or None),
+            devices=DeviceFeed(devices),
             settings=LifecycleSettings(runbook_base=runbook),
             clock=clock,
         )
@@ -69,9 +74,10 @@ class Alerting:
         address: str,
         clock: Clock,
         metrics: Callable[[], EngineMetricsView] = EngineMetricsView,
+        devices: Callable[[], DevicesView] = lambda: NOTHING_READ,
     ) -> Alerting:
-        """As the settings say; `address` is the agent's own, `metrics` what engines say of themselves. Raises
-        SettingsError."""
+        """As the settings say; `address` is the agent's own, `metrics` what engines say of themselves, `devices` what
+        is known of GPUs and host. Raises SettingsError."""
         rules = load_rules(settings.alert_rules)
         sinks = make_sinks(settings)
         names = [sink.name for sink in sinks]
@@ -84,6 +90,7 @@ class Alerting:
             store,
             driver,
             metrics=metrics,
+            devices=devices,
             clock=clock,
             interval_seconds=settings.interval_seconds,
             pool_page=f"{page}/?pool=" if page else f"{address}/v1/engines/",

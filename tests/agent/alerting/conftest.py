@@ -17,6 +17,7 @@ from agent.compaction.audit import AuditLog
 from agent.compaction.driver import CompactionDriver
 from agent.compaction.model import PolicySettings
 from agent.compaction.settings import DriverSettings, Scope
+from agent.devices.model import NOTHING_READ
 from agent.engine_metrics.model import EngineMetricsView
 from agent.history import MemoryHistory
 from agent.sampling.model import AgentView, Clock
@@ -125,6 +126,7 @@ class Scene:
     def __init__(self, folder: Path, rules: Sequence[Rule], driver: DriverSettings, sinks: Sequence[Sink] = ()) -> None:
         self.folder, self.now = folder, BEGAN
         self.metrics = EngineMetricsView()
+        self.devices = NOTHING_READ
         self.clock = Clock(wall=lambda: self.now, monotonic=lambda: self.now - BEGAN + 1000.0)
         self.sampler = Sampler(lambda: [folder], self._open, MemoryHistory(), clock=self.clock, settings=PATIENT)
         self.driver = CompactionDriver(driver, AuditLog(None), clock=self.clock)
@@ -135,6 +137,7 @@ class Scene:
             self.store,
             self.driver,
             metrics=lambda: self.metrics,
+            devices=lambda: self.devices,
             clock=self.clock,
             pool_page="https://dashboard.example/?pool=",
             list_page="https://dashboard.example",

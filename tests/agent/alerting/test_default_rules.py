@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from random import Random
@@ -16,6 +17,17 @@ from typing import Any
 import pytest
 
 from agent.alerting.rule_files import default_rules
+from agent.devices.model import (
+    CgroupMemory,
+    DeviceSample,
+    DeviceState,
+    DevicesView,
+    DeviceView,
+    EngineProcess,
+    HostMemory,
+    LibraryState,
+    NvmlReading,
+)
 from agent.engine_metrics.model import (
     Comparison,
     Difference,
@@ -390,6 +402,70 @@ def test_engine_metrics_disagree(scene: MakeScene, golden: Golden) -> None:
     fired = here.fires("engine-metrics-disagree", most=40)
     here.metrics = compared()
     golden(fired, here.ends("engine-metrics-disagree", most=3))
+
+
+# Devices and the memory of the host
+
+
+def seen(
+    now: float, nvml: LibraryState, *devices: DeviceSample, reason: str = "", engines: tuple[EngineProcess, ...] = ()
+) -> DevicesView:
+    views = tuple(DeviceView(one, None, ()) for one in devices)
+    host = HostMemory(100, 50, 50, 40, 0, 0)
+    return DevicesView(now, now, NvmlReading(nvml, reason, devices), views, host, "", None, "no limit", engines)
+
+
+def test_device_lost(scene: MakeScene, golden: Golden) -> None:
+    here = scene()
+    served = here.engine()
+    card = DeviceSample(0, "GPU-12345678", "H100", "00:1", DeviceState.OK, "")
+    here.devices = seen(here.now, LibraryState.OK, card)
+    here.tick(15)
+    assert not here.open
+    lost = replace(card, state=DeviceState.LOST, reason="GPU is lost")
+    here.devices = seen(here.now, LibraryState.OK, lost)
+    fired = here.fires("device-lost", most=15)
+    assert fired.alert.labels["gpu"] == "GPU-12345678"
+    here.devices = seen(here.now, LibraryState.FAILED, reason="Unknown Error")  # nothing is known of it: held
+    here.tick(5)
+    assert "device-lost" in here.open
+    here.devices = seen(here.now, LibraryState.OK, card)
+    golden(fired, here.ends("device-lost", most=3))
+    served.close()
+
+
+def test_nvml_failed(scene: MakeScene, golden: Golden) -> None:
+    here = scene()
+    here.engine()
+    here.devices = seen(here.now, LibraryState.NO_LIBRARY, reason="no library here")
+    here.tick(70)
+    assert not here.open  # a host without a GPU is no fault
+    here.devices = seen(here.now, LibraryState.FAILED, reason="Driver/library version mismatch")
+    fired = here.fires("nvml-failed", most=70)
+    assert "mismatch" in fired.alert.meaning
+    here.devices = seen(here.now, LibraryState.OK)
+    golden(fired, here.ends("nvml-failed", most=3))
+
+
+def test_memory_limit_near(scene: MakeScene, golden: Golden) -> None:
+    here = scene()
+    here.engine()
+
+    def using(share: int) -> DevicesView:
+        group = CgroupMemory(2, "/pod", 100, 99, share, 0)
+        process = EngineProcess("engine", "dp0.tp0.pp0", 1, 50, group)
+        return seen(here.now, LibraryState.NO_LIBRARY, engines=(process,))
+
+    here.devices = using(94)
+    here.tick(70)
+    assert not here.open
+    here.devices = using(97)
+    fired = here.fires("memory-limit-near", most=70)
+    here.devices = using(92)
+    here.tick(5)
+    assert "memory-limit-near" in here.open  # until it is at the exit
+    here.devices = using(80)
+    golden(fired, here.ends("memory-limit-near", most=3))
 
 
 # The agent itself

@@ -30,6 +30,13 @@ def test_every_number_is_in_the_catalogue_and_every_other_one_is_fed(scene: Make
     here.tick(70)
     fed = known(here, served.id) | known(here, "agent")
     absent = {"engine_metrics_disagreement", "agent_notifications_refused"}  # no metrics are read, nobody is told
+    absent |= {
+        "nvml_failed",
+        "host_memory_available_ratio",
+        "cgroup_memory_used_ratio",
+        "device_lost",
+    }  # no device
+    absent |= {"device_memory_free_ratio", "device_memory_unattributed_ratio"}
     assert set(NUMBERS) - fed <= absent
     assert fed <= set(NUMBERS)
 
