@@ -40,5 +40,5 @@ class BodyLimit:
             413,
             "too_large",
             f"the body is larger than {self._most >> 10} KiB",
-            "send the model's config.json alone, without weights or tokenizer",
+            "send less; of a model its config.json alone, without weights or tokenizer",
         )
