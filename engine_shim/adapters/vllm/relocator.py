@@ -64,6 +64,7 @@ class Relocator:
         self._on = False
         self._wanted = False
         self._in_step = False
+        self._stopping = False
         self._loading = False  # blocks are being handed out for a connector to fill
         self._placement = Placement(len(self._pool.blocks))
         self._copies = StepCopies()
@@ -94,6 +95,7 @@ class Relocator:
         """Relocate no more, and take the hooks off once what was promised is delivered."""
         self.reason = self.reason or reason
         self._on = False
+        self._stopping = True
         if not self._in_step:
             self._hooks.remove_all()
 
@@ -134,7 +136,7 @@ class Relocator:
             if len(copies):
                 others = [KVCacheBlockCopy(source, destination) for source, destination in copies.drain(others)]
             self._left = self._limit
-            if self.reason:
+            if self._stopping:
                 self._hooks.remove_all()
             return others, retained
 

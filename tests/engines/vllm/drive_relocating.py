@@ -38,6 +38,7 @@ from pool_truth import faults_of_the_pool  # type: ignore[import-not-found]
 
 from engine_shim.adapters.vllm import block_copies, contents, placement, relocator
 from engine_shim.adapters.vllm.allocation import relocation_refusal
+from engine_shim.adapters.vllm.hooks import is_hooked
 from engine_shim.control.messages import RelocationRequest, StatusRequest
 
 
@@ -118,7 +119,7 @@ def told() -> dict[str, Any]:
             "events": digest(events),
             "removals": sum(kind == "BlockRemoved" for kind, _ in events),
             "sampled": len(samples),
-            "gaps": [len(sample.reuse_gaps_seconds) for sample in samples],
+            "accesses": sorted(len(state.access_history) for state in collectors[0].block_metrics.values()),
         }
     return reports
 
@@ -295,13 +296,15 @@ def broken() -> dict[str, Any]:
 
         return replaced(owner, name, fail)
 
+    watches: list[Watch] = []
     half = (("choosing", placement.Placement, "choose", 100), ("pulling", placement.Placement, "choose_lower", 10),
             ("between hashes and queue", contents, "_exchange_places", 57),
             ("between two blocks", relocator, "exchange", 101), ("composing", block_copies.StepCopies, "composed", 40),
             )  # fmt: skip
     for name, owner, attribute, after in half:
         with failing(owner, attribute, after):
-            reports[name] = served("relocating", SHORT, **SIZES["full"])
+            reports[name] = served("relocating", SHORT, prepare=watches.append, **SIZES["full"])
+        reports[name]["hooks_left"] = hooks_left(watches.pop())
     for after in (61, 101):
         with failing(relocator, "exchange", after), replaced(relocator, "forget", lambda pool, blocks: None):
             reports[f"not mended {after}"] = served("relocating", SHORT, **SIZES["full"])
@@ -329,6 +332,16 @@ def broken() -> dict[str, Any]:
     with replaced(relocator.Relocator, "stop", _losing(promised)):
         reports["copies lost"] = served("relocating", SHORT, prepare=observer_fails, **SIZES["full"])
     return reports
+
+
+def hooks_left(watch: Watch) -> list[str]:
+    """What is still hooked of the pool once everything has been turned off."""
+    attachment = watch.engine.attachment
+    assert attachment is not None
+    attachment.stop("the test is over")
+    cache = watch.scheduler.kv_cache_manager
+    names = ("get_new_blocks", "free_blocks", "touch", "take_kv_cache_block_copies", "new_step_starts")
+    return [name for name in names if is_hooked(watch.pool, name) or is_hooked(cache, name)]
 
 
 def _losing(promised: Callable[[Any], None]) -> Callable[..., None]:

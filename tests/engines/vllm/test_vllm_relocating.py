@@ -86,8 +86,8 @@ def test_kv_events_and_residency_metrics_are_those_of_stock_vllm(relocating: Rep
     assert ours["events"] == stock["events"]
     assert ours["removals"] == ours["evictions"]
     assert ours["sampled"] == stock["sampled"]
-    assert ours["gaps"] == stock["gaps"]
-    assert sum(ours["gaps"]) > 0
+    assert ours["accesses"] == stock["accesses"]
+    assert sum(ours["accesses"]) > 0
 
 
 def test_the_copies_of_a_step_are_bounded(relocating: Report) -> None:
@@ -143,6 +143,7 @@ def test_a_fault_of_ours_costs_relocation_and_nothing_else(relocating: Report, f
     (line,) = said(ours)
     assert "vLLM allocates by itself" in line
     assert (ours["policy"], ours["flag"]) == ("vllm", False)
+    assert ours["hooks_left"] == []
     assert ours["copies"] > 0
 
 
