@@ -29,6 +29,7 @@ from engine_shim.control.messages import (
     StatusReply,
     StatusRequest,
     SwitchReply,
+    TurnOffRequest,
     encode_reply,
     encode_request,
     parse_reply,
@@ -63,6 +64,7 @@ requests = st.one_of(
     ),
     st.builds(MovingRequest, on=st.booleans()),
     st.builds(RelocationRequest, on=st.booleans()),
+    st.builds(TurnOffRequest, reason=texts),
     st.builds(AllocatorRequest, snapshot=st.booleans()),
 )
 runs = st.builds(

@@ -29,6 +29,7 @@ from engine_shim.control.messages import (
     StatusReply,
     StatusRequest,
     SwitchReply,
+    TurnOffRequest,
     encode_request,
     parse_reply,
 )
@@ -124,6 +125,9 @@ def test_every_request_is_answered_by_an_engine_that_serves(start: Callable[...,
     assert isinstance(refused, RunReply)
     assert (refused.decision, refused.moved_blocks) == ("refused", 0)
     assert engine.ask(MovingRequest(on=True)) == SwitchReply(on=True)
+    left = engine.ask(TurnOffRequest())
+    assert isinstance(left, ErrorReply)
+    assert left.error == "refused"
     assert engine.ask(RelocationRequest(on=True)) == SwitchReply(on=True)
     status = engine.ask(StatusRequest())
     assert isinstance(status, StatusReply)
