@@ -124,6 +124,8 @@ if [ "$PROFILE" = test ]; then
     elif have dpkg-query; then
         install_packages libatomic1 || say "warning: without libatomic1 Playwright may not start" # its Node.js needs it
     fi
+    have cc || have gcc || have clang || install_packages gcc libc6-dev ||
+        say "warning: without a C compiler the tests of devices, which build a library to stand in for NVML, will fail"
     "$ROOT/scripts/prometheus_tools.sh" >/dev/null ||
         say "warning: without promtool the tests of /metrics will fail"
 fi
