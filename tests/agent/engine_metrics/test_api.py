@@ -33,8 +33,9 @@ def test_engines_with_and_without_a_map(
         "--interval-seconds=0.2",
     )
     with AgentClient(agent.url) as client:
-        wait_until(lambda: client.engines().unmapped)
-        listed = client.engines()
+        listed = wait_until(  # until each was asked
+            lambda: (seen := client.engines()).unmapped and seen.agent.engine_metrics[2].fault and seen
+        )
         (unmapped,) = listed.unmapped
         assert (unmapped.model, unmapped.state, unmapped.block_map) == ("far", "live", False)
         assert client.unmapped(unmapped.id).metrics.values == {"running_requests": 2.0}
