@@ -34,12 +34,12 @@ def show_pool(theme: Theme) -> None:
         engine = next((e for e in listing.engines if e.id == chosen), None) if listing else None
         unmapped = next((e for e in listing.unmapped if e.id == chosen), None) if listing else None
         with st.container(key="banners"):
+            if engine is None:  # before the banner: a browser may draw between the two
+                st.html(NOTHING_BELOW)
             if st.session_state.get(PAUSE_KEY):
                 st.info("**Paused.** The page shows the pool as it was when it was paused. Switch off to go on.")
             for condition in trouble or _conditions(listing, engine or unmapped, chosen):
                 show_condition(condition)
-            if engine is None:
-                st.html(NOTHING_BELOW)
         if listing is not None and engine is not None:
             _engine(engine, listing.agent.threshold, theme)
         elif unmapped is not None:
@@ -127,8 +127,8 @@ def _block_map(engine: EngineSummary, theme: Theme) -> None:
     try:
         cells = client().map(engine.id, cells=MAP_CELLS)
     except AgentUnavailable as error:
-        show_condition(conditions.unreachable(source().reason(error)))
         st.html(NOTHING_BELOW)
+        show_condition(conditions.unreachable(source().reason(error)))
         return
     except AgentRefused as error:
         show_condition(conditions.refused(error))
