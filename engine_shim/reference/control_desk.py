@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine_shim.compaction.compactor import Compactor
+from engine_shim.control.desk import Desk
 from engine_shim.control.mailbox import ControlMailbox, ControlTicket
 from engine_shim.control.messages import (
     CompactRequest,
@@ -18,15 +19,15 @@ from engine_shim.control.messages import (
     SwitchReply,
     TurnOffRequest,
 )
-from engine_shim.control.replies import limits, plan_reply, report_reply
-from engine_shim.errors import ControlRefused, SettingsError
+from engine_shim.control.replies import report_reply
+from engine_shim.errors import SettingsError
 from engine_shim.pool.block_pool import BlockPool
 from engine_shim.pool.policies import SWITCHABLE
 from engine_shim.pool.relocation import RelocatingPolicy
 
 
-class ControlDesk:
-    """One engine's. `serve` is for the engine's thread; it answers everything it takes, a run when that has ended."""
+class ControlDesk(Desk):
+    """One engine's."""
 
     def __init__(
         self,
@@ -37,50 +38,23 @@ class ControlDesk:
         set_policy: Callable[[str], None],
     ) -> None:
         """`set_policy` lets the engine go on under another allocation policy; it may raise SettingsError."""
-        self.mailbox = mailbox
+        super().__init__(mailbox)
         self._pool, self._compactor, self._set_policy = pool, compactor, set_policy
 
-    def serve(self) -> None:
-        """Carry out what has been asked for since the last call."""
-        mailbox = self.mailbox
-        while mailbox.pending():
-            ticket = mailbox.take()
-            if ticket is None:
-                return
-            reply = self._carry_out(ticket)
-            if reply is not None:
-                mailbox.answer(ticket, reply)
-
-    def _carry_out(self, ticket: ControlTicket) -> ControlReply | None:
+    def carry_out(self, ticket: ControlTicket) -> ControlReply | None:
         request = ticket.request
-        try:
-            if isinstance(request, CompactRequest):
-                self._compactor.start(
-                    limits(self._compactor.defaults, request),
-                    done=lambda report: self.mailbox.answer(ticket, report_reply(report)),
-                )
-                return None
-            if isinstance(request, PlanRequest):
-                kept = self._compactor.mover.keeps_cached
-                self._compactor.dry_run(
-                    lambda plan: self.mailbox.answer(ticket, plan_reply(plan, keeps_cached=kept)),
-                    target=request.target,
-                    max_moves=request.max_moves,
-                )
-                return None
-            if isinstance(request, MovingRequest):
-                on = self._compactor.set_moving(request.on)
-                return SwitchReply(on=on, reason=self._compactor.switch.reason)
-            if isinstance(request, RelocationRequest):
-                return self._relocate(request.on)
-            if isinstance(request, TurnOffRequest):
-                message = "the map is a part of this engine"
-                return ErrorReply(error="refused", message=message, action="end the engine itself")
-            return self._status()
-        except ControlRefused as error:
-            return ErrorReply(error=error.error, message=str(error), action="wait for the run to end")
-        except Exception as error:  # noqa: BLE001 - a fault in answering must not reach the engine's step
-            return ErrorReply(error="failed", message=f"{type(error).__name__}: {error}", action="see the engine's log")
+        if isinstance(request, CompactRequest | PlanRequest):
+            self.compact(self._compactor, ticket, request)
+            return None
+        if isinstance(request, MovingRequest):
+            on = self._compactor.set_moving(request.on)
+            return SwitchReply(on=on, reason=self._compactor.switch.reason)
+        if isinstance(request, RelocationRequest):
+            return self._relocate(request.on)
+        if isinstance(request, TurnOffRequest):
+            message = "the map is a part of this engine"
+            return ErrorReply(error="refused", message=message, action="end the engine itself")
+        return self._status()
 
     def _relocate(self, on: bool) -> ControlReply:
         relocating = RelocatingPolicy.name

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from engine_shim.adapters.vllm.relocator import Relocator
 from engine_shim.compaction.compactor import Compactor
 from engine_shim.compaction.mover import OffBy
+from engine_shim.control.desk import Desk
 from engine_shim.control.mailbox import ControlMailbox, ControlTicket
 from engine_shim.control.messages import (
     CompactRequest,
@@ -20,11 +21,10 @@ from engine_shim.control.messages import (
     SwitchReply,
     TurnOffRequest,
 )
-from engine_shim.control.replies import limits, plan_reply, report_reply
-from engine_shim.errors import ControlRefused
+from engine_shim.control.replies import report_reply
 
 
-class ControlDesk:
+class ControlDesk(Desk):
     """One engine core's. Without a relocator or a compactor, what needs one is refused with the reason given."""
 
     def __init__(
@@ -38,58 +38,29 @@ class ControlDesk:
         relocate: Callable[[bool], None],
         turn_off: Callable[[str], None],
     ) -> None:
-        self._mailbox = mailbox
+        super().__init__(mailbox)
         self._relocator, self._no_relocation, self._relocate = relocator, no_relocation, relocate
         self._compactor, self._no_compaction = compactor, no_compaction
         self._turn_off = turn_off
 
-    def serve(self) -> None:
-        """Carry out what has been asked for since the last call."""
-        while self._mailbox.pending():
-            ticket = self._mailbox.take()
-            if ticket is None:
-                return
-            reply = self._carry_out(ticket)
-            if reply is not None:
-                self._mailbox.answer(ticket, reply)
-
-    def _carry_out(self, ticket: ControlTicket) -> ControlReply | None:
+    def carry_out(self, ticket: ControlTicket) -> ControlReply | None:
         request = ticket.request
-        try:
-            if isinstance(request, RelocationRequest):
-                return self._switch_relocation(request.on)
-            if isinstance(request, MovingRequest):
-                return self._switch_moving(request.on)
-            if isinstance(request, TurnOffRequest):
-                reason = request.reason or "asked for over the control socket"
-                self._turn_off(reason)
-                return SwitchReply(on=False, reason=reason)
-            if isinstance(request, CompactRequest | PlanRequest):
-                return self._compact(ticket, request)
-            return self._status()
-        except ControlRefused as error:
-            return ErrorReply(error=error.error, message=str(error), action="wait for the run to end")
-        except Exception as error:  # noqa: BLE001 - a fault in answering must not reach the engine's step
-            return ErrorReply(error="failed", message=f"{type(error).__name__}: {error}", action="see the engine's log")
-
-    def _compact(self, ticket: ControlTicket, request: CompactRequest | PlanRequest) -> ControlReply | None:
-        compactor, answer = self._compactor, self._mailbox.answer
-        if compactor is None:
-            return ErrorReply(
-                error="refused", message=self._no_compaction, action="start vLLM with KVATLAS_VLLM_COMPACTION=1"
-            )
-        if isinstance(request, CompactRequest):
-            compactor.start(
-                limits(compactor.defaults, request), done=lambda report: answer(ticket, report_reply(report))
-            )
-        else:
-            kept = compactor.mover.keeps_cached
-            compactor.dry_run(
-                lambda plan: answer(ticket, plan_reply(plan, keeps_cached=kept)),
-                target=request.target,
-                max_moves=request.max_moves,
-            )
-        return None
+        if isinstance(request, RelocationRequest):
+            return self._switch_relocation(request.on)
+        if isinstance(request, MovingRequest):
+            return self._switch_moving(request.on)
+        if isinstance(request, TurnOffRequest):
+            reason = request.reason or "asked for over the control socket"
+            self._turn_off(reason)
+            return SwitchReply(on=False, reason=reason)
+        if isinstance(request, CompactRequest | PlanRequest):
+            if self._compactor is None:
+                return ErrorReply(
+                    error="refused", message=self._no_compaction, action="start vLLM with KVATLAS_VLLM_COMPACTION=1"
+                )
+            self.compact(self._compactor, ticket, request)
+            return None
+        return self._status()
 
     def _switch_moving(self, on: bool) -> SwitchReply:
         if self._compactor is None:
