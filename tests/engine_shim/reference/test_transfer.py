@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from engine_shim.workload import TraceRequest
 
 EngineMaker = Callable[..., Engine]
 Server = Callable[..., None]
+Received = queue.SimpleQueue[bytes]
 
 
 def until_finished(engine: Engine, *requests: TraceRequest) -> list[list[bytes]]:
@@ -56,13 +58,13 @@ def test_a_file_holds_the_blocks(make_engine: EngineMaker, tmp_path: Path, devic
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[tuple[str, list[bytes]]]:
-    """A peer on a unix socket that keeps what it gets, one connection a sequence."""
+def peer(tmp_path: Path) -> Iterator[tuple[str, Received]]:
+    """A peer on a unix socket that hands on what it gets, one connection a sequence."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     path = tmp_path / "peer.sock"
     listener.bind(str(path))
     listener.listen()
-    received: list[bytes] = []
+    received: Received = queue.SimpleQueue()
 
     def accept() -> None:
         while True:
@@ -71,7 +73,7 @@ def peer(tmp_path: Path) -> Iterator[tuple[str, list[bytes]]]:
             except OSError:
                 return
             with connection, connection.makefile("rb") as stream:
-                received.append(stream.read())
+                received.put(stream.read())
 
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
@@ -81,13 +83,16 @@ def peer(tmp_path: Path) -> Iterator[tuple[str, list[bytes]]]:
     thread.join(5)
 
 
-def test_a_peer_gets_the_blocks(make_engine: EngineMaker, peer: tuple[str, list[bytes]]) -> None:
+def test_a_peer_gets_the_blocks(make_engine: EngineMaker, peer: tuple[str, Received]) -> None:
     address, received = peer
     engine = make_engine(transfer_peer=address, transfer_pinned_share=1.0)
     wanted = until_finished(engine, TraceRequest(0, 0.0, 100, 20), TraceRequest(1, 0.0, 33, 40))
     drain(engine)
     engine.close()
-    by_id = {str(header["request_id"]): blocks for header, blocks in map(receive, map(io.BytesIO, received))}
+    # Sent is not yet read: the peer's thread may still be at the last connection.
+    streams = [received.get(timeout=30) for _ in wanted]
+    by_id = {str(header["request_id"]): blocks for header, blocks in map(receive, map(io.BytesIO, streams))}
+    assert sorted(by_id) == ["0", "1"]
     assert by_id == {"0": wanted[0], "1": wanted[1]}
 
 
