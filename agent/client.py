@@ -72,12 +72,14 @@ class AgentClient:
     def requests(self, id: str) -> wire.RequestPage:
         return self._get(wire.RequestPage, _engine_path(id) + "/requests")
 
-    def history(self, id: str, metric: str, seconds: float, points: int = 600) -> wire.History:
-        """The last `seconds`, in at most `points` buckets."""
-        now = time.time()
+    def history(
+        self, id: str, metric: str, seconds: float, points: int = 600, *, until_unix: float | None = None
+    ) -> wire.History:
+        """The last `seconds` up to now, or up to another time, in at most `points` buckets."""
+        end = time.time() if until_unix is None else until_unix
         # One bucket fewer than points: a range that does not begin on a whole step touches one more.
         step = max(seconds / max(1, points - 1), 0.001)
-        query: dict[str, str | int | float] = {"metric": metric, "from": now - seconds, "to": now, "step": step}
+        query: dict[str, str | int | float] = {"metric": metric, "from": end - seconds, "to": end, "step": step}
         return self._get(wire.History, _engine_path(id) + "/history", query)
 
     def frame(self, id: str, at_unix: float | None = None, cells: int = 4096) -> wire_history.FrameCells:
@@ -87,9 +89,15 @@ class AgentClient:
             query["at"] = at_unix
         return self._get(wire_history.FrameCells, _engine_path(id) + "/frames", query)
 
-    def marks(self, id: str, start_unix: float, end_unix: float) -> wire_history.MarkList:
-        """What happened to a pool and was decided for it in that time; the newest 1,000."""
-        query: dict[str, str | int | float] = {"from": start_unix, "to": end_unix}
+    def frame_times(self, id: str, start_unix: float, end_unix: float, limit: int = 600) -> wire_history.FrameTimes:
+        """The instants in that time of which a frame is kept, at most `limit`."""
+        query: dict[str, str | int | float] = {"from": start_unix, "to": end_unix, "limit": limit}
+        return self._get(wire_history.FrameTimes, _engine_path(id) + "/frames/times", query)
+
+    def marks(self, id: str, start_unix: float, end_unix: float, *, holds: bool = True) -> wire_history.MarkList:
+        """What happened to a pool and was decided for it in that time; the newest 1,000. Without `holds`, decisions to
+        do nothing are left out."""
+        query: dict[str, str | int | float] = {"from": start_unix, "to": end_unix, "holds": str(holds).lower()}
         return self._get(wire_history.MarkList, _engine_path(id) + "/marks", query)
 
     def compaction(self, id: str, *, plan: bool = False, target: float | None = None) -> wire.CompactionState:

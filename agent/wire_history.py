@@ -34,6 +34,20 @@ class FrameCells(WireModel):
     counts: dict[BlockStateName, list[int]]  # blocks of the cell in each state; states that occur nowhere are left out
 
 
+class FrameTimes(WireModel):
+    """The instants of which a frame is kept: what a scrubber can go to."""
+
+    schema_: Literal["kvatlas.frame-times/v1"] = Field(default="kvatlas.frame-times/v1", alias="schema")
+    id: str
+    from_unix: float  # as asked for
+    to_unix: float
+    first_unix: float | None  # the oldest frame that is kept at all; None: there is none
+    last_unix: float | None
+    total: int  # frames in that time
+    step_seconds: float  # 0: all of them are listed; else the last one of each step of that length
+    times_unix: list[float]  # oldest first
+
+
 class Mark(WireModel):
     """Something that happened to a pool or the agent, or was decided."""
 

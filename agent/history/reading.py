@@ -125,13 +125,35 @@ class HistoryReader:
                 return None
             return self._ends(connection, id)
 
-    def marks(self, pool: str, start_unix: float, end_unix: float, limit: int = MAX_MARKS_READ) -> tuple[Mark, ...]:
-        """What happened to a pool, and to the agent, in start <= time < end: the newest `limit`, oldest first."""
+    def frame_times(self, pool: str, start_unix: float, end_unix: float) -> NDArray[np.float64]:
+        """Times of all frames in start <= time <= end, oldest first; one that several tiers have counts once."""
+        start_ms, end_ms = round(start_unix * 1000), round(end_unix * 1000)
+        with self._open() as connection:
+            if (id := _pool(connection, pool)) is None:
+                return np.zeros(0)
+            times = [
+                time_ms
+                for tier in FRAME_TIERS
+                for (time_ms,) in connection.execute(
+                    "SELECT time_ms FROM frames WHERE pool = ? AND tier = ? AND time_ms BETWEEN ? AND ?",
+                    (id, tier.step_seconds, start_ms, end_ms),
+                )
+            ]
+        return np.unique(np.asarray(times, np.int64)) / 1000
+
+    def marks(
+        self, pool: str, start_unix: float, end_unix: float, limit: int = MAX_MARKS_READ, *, holds: bool = True
+    ) -> tuple[Mark, ...]:
+        """What happened to a pool, and to the agent, in start <= time < end: the newest `limit`, oldest first.
+
+        Without `holds`, decisions to do nothing are left out: on a busy pool they are most of all marks.
+        """
         with self._open() as connection:
             found = connection.execute(
                 "SELECT time_ms, pool, kind, text, detail FROM marks WHERE pool IN (?, '')"
-                " AND time_ms >= ? AND time_ms < ? ORDER BY time_ms DESC, id DESC LIMIT ?",
-                (pool, start_unix * 1000, end_unix * 1000, limit),
+                " AND time_ms >= ? AND time_ms < ? AND (? OR NOT (kind = 'decision' AND text LIKE 'hold: %'))"
+                " ORDER BY time_ms DESC, id DESC LIMIT ?",
+                (pool, start_unix * 1000, end_unix * 1000, holds, limit),
             ).fetchall()
         return tuple(
             Mark(time_ms / 1000, name, kind, text, json.loads(detail))

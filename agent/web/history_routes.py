@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
+import numpy as np
 from fastapi import FastAPI, Path, Query, Response
 from fastapi.concurrency import run_in_threadpool
+from numpy.typing import NDArray
 
 from agent import wire, wire_history
 from agent.history import MAX_POINTS, METRICS, History
@@ -21,6 +23,7 @@ DEFAULT_HISTORY_SECONDS = 600.0
 DEFAULT_POINTS = 600
 DEFAULT_MARK_SECONDS = 86_400.0
 MAX_CELLS = 4096
+MAX_TIMES = 3600
 MAX_TIME = 1e11  # Unix seconds; SQLite's integers hold it in milliseconds
 
 PoolId = Annotated[str, Path(description="id of a pool, or of an engine with one", max_length=512)]
@@ -100,6 +103,43 @@ def add_history(
             raise _unreadable(error) from error
         return json_response(_frame_cells(id, at, frame, cells))
 
+    @app.get("/v1/engines/{id}/frames/times", response_model=wire_history.FrameTimes, tags=["engines"])
+    async def read_frame_times(
+        id: PoolId,
+        start: Annotated[
+            float | None,
+            Query(alias="from", description="Unix seconds; ten minutes before `to`", ge=-MAX_TIME, le=MAX_TIME),
+        ] = None,
+        end: Annotated[
+            float | None, Query(alias="to", description="Unix seconds; now", ge=-MAX_TIME, le=MAX_TIME)
+        ] = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_TIMES)] = DEFAULT_POINTS,
+    ) -> Response:
+        """The instants of which a frame is kept; where there are more than `limit`, evenly spread ones."""
+        reader, id = kept(), await known(id)
+        end = clock.wall() if end is None else end
+        start = end - DEFAULT_HISTORY_SECONDS if start is None else start
+        if start > end:
+            raise ApiError(400, "bad_request", f"from={start} is after to={end}", "give a range that ends later")
+        try:
+            times = await run_in_threadpool(reader.frame_times, id, start, end)
+            ends = await run_in_threadpool(reader.frame_range, id)
+        except DatabaseUnusable as error:
+            raise _unreadable(error) from error
+        step, chosen = thin_out(times, start, end, limit)
+        return json_response(
+            wire_history.FrameTimes(
+                id=id,
+                from_unix=start,
+                to_unix=end,
+                first_unix=ends[0] if ends else None,
+                last_unix=ends[1] if ends else None,
+                total=times.size,
+                step_seconds=step,
+                times_unix=chosen.tolist(),
+            )
+        )
+
     @app.get("/v1/engines/{id}/marks", response_model=wire_history.MarkList, tags=["engines"])
     async def read_marks(
         id: PoolId,
@@ -111,13 +151,14 @@ def add_history(
             float | None, Query(alias="to", description="Unix seconds; now", ge=-MAX_TIME, le=MAX_TIME)
         ] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_MARKS_READ)] = MAX_MARKS_READ,
+        holds: Annotated[bool, Query(description="with decisions to do nothing")] = True,
     ) -> Response:
         """What happened to a pool and was decided for it: the newest `limit` of that time."""
         reader, id = kept(), await known(id)
         end = clock.wall() + 1.0 if end is None else end
         start = end - DEFAULT_MARK_SECONDS if start is None else start
         try:
-            found = await run_in_threadpool(reader.marks, id, start, end, limit)
+            found = await run_in_threadpool(reader.marks, id, start, end, limit, holds=holds)
         except DatabaseUnusable as error:
             raise _unreadable(error) from error
         marks = [
@@ -127,6 +168,19 @@ def add_history(
             for one in found
         ]
         return json_response(wire_history.MarkList(id=id, marks=marks))
+
+
+def thin_out(times: NDArray[np.float64], start: float, end: float, limit: int) -> tuple[float, NDArray[np.float64]]:
+    """At most `limit` (at least 1) of `times`, which rise from `start` to `end`: all, with a step of 0, or the last one
+    of each step of that many seconds. Steps are counted from the end, so that the newest is among them."""
+    if times.size <= limit:
+        return 0.0, times
+    step = (end - start) / limit
+    if step <= 0:
+        return 0.0, times[-1:]
+    before_end = np.minimum(np.floor((end - times) / step), limit - 1)
+    last_of_step = np.append(before_end[1:] != before_end[:-1], True)
+    return step, times[last_of_step]
 
 
 def _kept_pools(past: HistoryReader) -> tuple[str, ...]:

@@ -66,6 +66,14 @@ def test_a_kill_costs_two_seconds_at_most(
     assert now.state[10] == 2
     assert now.first_unix <= then.time_unix < now.time_unix
     assert client.frame(engine.id, cells=4).blocks_per_cell == 16
+    times = client.frame_times(engine.id, now.first_unix, now.time_unix)
+    assert (times.first_unix, times.total) == (now.first_unix, len(times.times_unix))
+    assert {then.time_unix, now.first_unix, now.time_unix} <= set(times.times_unix)
+    assert [client.frame(engine.id, at, cells=1).time_unix for at in times.times_unix[:3]] == times.times_unix[:3]
+    thinned = client.frame_times(engine.id, now.first_unix, now.time_unix, limit=2)
+    assert (thinned.total, thinned.times_unix[-1], len(thinned.times_unix)) == (times.total, now.time_unix, 2)
+    with pytest.raises(AgentRefused, match="is after"):
+        client.frame_times(engine.id, now.time_unix, now.first_unix)
     with pytest.raises(AgentRefused, match="no frame") as refused:
         client.frame(engine.id, now.first_unix - 1)
     assert refused.value.status == 404
