@@ -19,6 +19,7 @@ from agent.alerting.families import alert_families
 from agent.alerting.service import Alerting
 from agent.blackbox.keeper import BlackBoxes
 from agent.blackbox.privacy import tell_settings
+from agent.blackbox.reading import BoxReader
 from agent.compaction.audit import AuditLog
 from agent.compaction.driver import CompactionDriver
 from agent.config import AgentSettings
@@ -130,6 +131,7 @@ def run_agent(settings: AgentSettings) -> None:
         started_unix=clock.wall(),
         clock=clock,
         past=keeper.reader if keeper is not None else None,
+        boxes=BoxReader(boxes.folder) if boxes is not None else None,
     )
     server = BoundedServer(
         uvicorn.Config(

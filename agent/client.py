@@ -10,11 +10,12 @@ from urllib.parse import quote, urlsplit
 import httpx
 from pydantic import ValidationError
 
-from agent import wire, wire_alerts, wire_devices, wire_history
+from agent import wire, wire_alerts, wire_blackbox, wire_devices, wire_history
 from engine_shim.errors import KvatlasError
 
 DEFAULT_URL = "http://127.0.0.1:9477"
 RUN_GRACE_SECONDS = 15.0  # beyond a run's own time: the engine comes to its step boundaries, and the agent answers
+BOX_SECONDS = 15.0
 
 Model = TypeVar("Model", bound=wire.WireModel)
 
@@ -99,6 +100,18 @@ class AgentClient:
         do nothing are left out."""
         query: dict[str, str | int | float] = {"from": start_unix, "to": end_unix, "holds": str(holds).lower()}
         return self._get(wire_history.MarkList, _engine_path(id) + "/marks", query)
+
+    def black_boxes(self, engine: str | None = None, limit: int = 100) -> wire_blackbox.BoxList:
+        """Engines that ended, of which a black box is kept; the last one first."""
+        query: dict[str, str | int | float] = {"limit": limit}
+        if engine is not None:
+            query["engine"] = engine
+        return self._get(wire_blackbox.BoxList, "/v1/black-boxes", query)
+
+    def black_box(self, name: str, cells: int = 4096, events: int = 200) -> wire_blackbox.BlackBox:
+        """What is in one of them, with its newest `events`. A large map takes the agent some seconds to unpack."""
+        path, query = "/v1/black-boxes/" + quote(name, safe=""), {"cells": cells, "events": events}
+        return self._ask(wire_blackbox.BlackBox, "GET", path, params=query, timeout=BOX_SECONDS)
 
     def compaction(self, id: str, *, plan: bool = False, target: float | None = None) -> wire.CompactionState:
         """The policy's state; with `plan`, also what a run would move."""

@@ -181,6 +181,7 @@ class AgentStatus(WireModel):
     folders: list[str]  # where maps are looked for
     unreadable: list[str]  # maps or folders seen and not read, each with its reason
     writes_enabled: bool
+    writes_need_token: bool = True  # false: peers on the agent's own machine may change things without one
     engine_metrics: list[MetricsSource] = []
 
 

@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse
 
 from agent import wire
 from agent.alerting.service import Alerting
+from agent.blackbox.reading import BoxReader
 from agent.compaction.driver import CompactionDriver
 from agent.devices.model import NOTHING_READ, DevicesView
 from agent.engine_metrics import presenter as metrics_presenter
@@ -23,6 +24,7 @@ from agent.log import EventLog
 from agent.sampling.model import AgentView, Clock, PoolSample
 from agent.web import presenter
 from agent.web.alert_routes import add_alerts
+from agent.web.blackbox_routes import add_black_boxes
 from agent.web.body_limit import BodyLimit
 from agent.web.cells import map_cells
 from agent.web.compaction_routes import add_compaction
@@ -59,6 +61,7 @@ class ApiContext:
     engine_metrics: Callable[[], EngineMetricsView] = EngineMetricsView
     devices: Callable[[], DevicesView] = lambda: NOTHING_READ
     past: HistoryReader | None = None  # what is kept of the past on the disk
+    boxes: BoxReader | None = None  # of engines that ended
 
 
 def create_app(context: ApiContext) -> FastAPI:
@@ -84,6 +87,7 @@ def create_app(context: ApiContext) -> FastAPI:
         context.clock,
         context.interval_seconds,
     )
+    add_black_boxes(app, context.boxes)
     may_change = require_writer(context)
     add_compaction(app, context.compaction, lambda id: _sample(context, id), may_change, context.guard)
     add_planning(app, lambda id: _sample(context, id), may_change)
@@ -204,6 +208,7 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
             folders=list(view.folders),
             unreadable=[*view.unreadable, *unfit],
             writes_enabled=context.guard.enabled,
+            writes_need_token=context.guard.token is not None,
             engine_metrics=metrics_presenter.describe_sources(context.engine_metrics(), now),
         )
         read = context.engine_metrics()
