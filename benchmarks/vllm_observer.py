@@ -70,7 +70,7 @@ def measure(rounds: int) -> dict[str, Any]:
     from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 
     from engine_shim import MapObserver, MapSpec
-    from engine_shim.adapters.vllm.hooks import Hooks
+    from engine_shim.adapters.hooks import Hooks
     from engine_shim.adapters.vllm.pool_tap import Place, PoolTap
 
     def fail(error: BaseException) -> None:

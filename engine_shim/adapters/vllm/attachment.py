@@ -9,11 +9,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine_shim.adapters.hooks import Hook, Hooks, Method
+from engine_shim.adapters.opening import whole_number
 from engine_shim.adapters.vllm import identity
-from engine_shim.adapters.vllm.hooks import Hook, Hooks, Method
 from engine_shim.adapters.vllm.shape import Findings
 from engine_shim.adapters.vllm.steering import Steering
-from engine_shim.adapters.vllm.watched_pool import WatchedPool, whole_number
+from engine_shim.adapters.vllm.watched_pool import WatchedPool
 
 log = logging.getLogger("kvatlas.shim")
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine_shim.adapters.opening import engine_id
 from engine_shim.allocation_map.writer import MapSpec
 from engine_shim.snapshot import GroupEntry
 
@@ -50,15 +49,6 @@ def describe(scheduler: Any, pool: Any, pool_name: str, version: str, environmen
         pipeline_parallel=(0, int(parallel.pipeline_parallel_size)),
         groups=groups,
     )
-
-
-def engine_id(model: str, environment: Mapping[str, str]) -> str:
-    """KVATLAS_ENGINE_ID, else host and model, and the devices where this process was given some of the host's."""
-    if given := environment.get("KVATLAS_ENGINE_ID"):
-        return given
-    devices = environment.get("CUDA_VISIBLE_DEVICES", "")
-    name = os.path.basename(model.rstrip("/")) or "model"
-    return "-".join(part for part in (socket.gethostname(), name, devices and f"gpu{devices}") if part)
 
 
 def describe_groups(scheduler: Any, pool: Any) -> tuple[GroupEntry, ...]:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from engine_shim.adapters.opening import disabled
 from engine_shim.adapters.vllm.attachment import Attachment
 from engine_shim.adapters.vllm.shape import SUPPORTED, examine
 
@@ -28,7 +29,7 @@ _attachments: list[Attachment] = []
 def register() -> None:
     """vLLM's entry point. Idempotent; never raises. With KVATLAS_DISABLE=1 it leaves no trace."""
     try:
-        if _disabled(os.environ):
+        if disabled(os.environ):
             return
         from vllm.config.scheduler import SchedulerConfig
 
@@ -58,7 +59,7 @@ def attach(scheduler: Any, environment: Mapping[str, str] = os.environ) -> Attac
     """Watch a scheduler that was just made; None, and one log line, where that cannot be. Never raises."""
     one: Attachment | None = None
     try:
-        if _disabled(environment):
+        if disabled(environment):
             return None
         import vllm
 
@@ -185,10 +186,6 @@ def _naming_core(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _kv_asleep(executor: Any) -> bool:
     tags = getattr(executor, "sleeping_tags", None)
     return bool(executor.is_sleeping) if tags is None else "kv_cache" in tags
-
-
-def _disabled(environment: Mapping[str, str]) -> bool:
-    return environment.get("KVATLAS_DISABLE", "").strip().lower() in ("1", "true", "yes", "on")
 
 
 def _give_up(reason: str, *, version: str = "") -> None:

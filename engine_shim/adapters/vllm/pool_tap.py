@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from engine_shim.adapters.vllm.hooks import Hook, Hooks, Method
+from engine_shim.adapters.hooks import Hook, Hooks, Method
 from engine_shim.allocation_map.map_observer import MapObserver
 
 Fault = Callable[[BaseException], None]

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any
 
+from engine_shim.adapters.hooks import Hook, Hooks, Method
 from engine_shim.adapters.vllm.block_copies import Copy, StepCopies
 from engine_shim.adapters.vllm.contents import exchange, forget, unreferenced
-from engine_shim.adapters.vllm.hooks import Hook, Hooks, Method
 from engine_shim.adapters.vllm.placement import EMPTY, PREFIX, TAKEN, Placement
 
 log = logging.getLogger("kvatlas.shim")

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from engine_shim.adapters.opening import whole_number
 from engine_shim.adapters.vllm.allocation import Allocation, allocation_setting, relocation_refusal
 from engine_shim.adapters.vllm.compaction import NOT_ASKED, Readiness, compaction_asked, compaction_refusal
 from engine_shim.adapters.vllm.control_desk import ControlDesk
 from engine_shim.adapters.vllm.mover import VllmMover
 from engine_shim.adapters.vllm.relocator import BYTES_A_STEP, Relocator
-from engine_shim.adapters.vllm.watched_pool import WatchedPool, whole_number
+from engine_shim.adapters.vllm.watched_pool import WatchedPool
 from engine_shim.compaction.compactor import Compactor
 from engine_shim.control.mailbox import ControlMailbox
 from engine_shim.control.server import ControlServer

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from engine_shim.adapters.hooks import Hook, Hooks, Method
+from engine_shim.adapters.opening import open_map, whole_number
 from engine_shim.adapters.vllm.audit import Audit
-from engine_shim.adapters.vllm.hooks import Hook, Hooks, Method
 from engine_shim.adapters.vllm.pins import CONNECTOR, PinBook
 from engine_shim.adapters.vllm.pool_tap import Place, PoolTap
 from engine_shim.adapters.vllm.requests import RequestBook
 from engine_shim.adapters.vllm.shape import Findings
-from engine_shim.allocation_map.folders import writer_folder
-from engine_shim.allocation_map.map_observer import MapObserver
-from engine_shim.allocation_map.writer import MapSpec, MapWriter
-from engine_shim.errors import KvatlasError, MapBusy
-
-log = logging.getLogger("kvatlas.shim")
+from engine_shim.allocation_map.writer import MapSpec
 
 AUDIT_BLOCKS = 1024  # blocks that one audit compares, some 0.2 ms
-_MOST_NAMESAKES = 32
 _MOST_HANDED = 256  # blocks a step that are given another holder's name, and looks into tables for one
 _MOST_LOOKS = 8192
 _ALLOCATIONS = ("allocate_new_blocks", "add_local_computed_blocks", "allocate_external_computed_blocks")
@@ -240,38 +233,6 @@ class WatchedPool:
             else:  # the request stays where it is, and the prefix cache gets the copy
                 self.observer.shared([source.block_id])
             self.observer.counted("copy_on_write")
-
-
-def open_map(spec: MapSpec) -> MapObserver:
-    """The map of one pool. A second engine of the same name on this host gets a number. Never raises: where no map can
-    be made, one log line says why and the observer that is returned does nothing."""
-    try:
-        folder = writer_folder()
-        if folder.warning:
-            log.warning("%s", folder.warning)
-        name = spec.engine_id
-        for number in range(2, _MOST_NAMESAKES):
-            try:
-                return MapObserver(MapWriter.create(spec, folder.path))
-            except MapBusy:
-                spec = replace(spec, engine_id=f"{name}-{number}")
-        return MapObserver.create(spec, folder.path)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the engine must start
-        reason = str(error) if isinstance(error, KvatlasError) else repr(error)
-        log.warning("not instrumented, the engine goes on: %s", reason)
-        return MapObserver(None, reason=reason)
-
-
-def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """A setting that is a number; the default, with a log line, where it is none."""
-    text = environment.get(name, "")
-    if not text:
-        return default
-    try:
-        return max(0, int(text))
-    except ValueError:
-        log.warning("%s=%r is not a number; %d is used", name, text, default)
-        return default
 
 
 def _runs(held: list[tuple[int, int]]) -> list[tuple[int, list[int]]]:

@@ -36,9 +36,9 @@ from engine_watch import (  # type: ignore[import-not-found]
 )
 from pool_truth import faults_of_the_pool  # type: ignore[import-not-found]
 
+from engine_shim.adapters.hooks import is_hooked
 from engine_shim.adapters.vllm import block_copies, contents, placement, relocator
 from engine_shim.adapters.vllm.allocation import relocation_refusal
-from engine_shim.adapters.vllm.hooks import is_hooked
 from engine_shim.control.messages import RelocationRequest, StatusRequest
 
 

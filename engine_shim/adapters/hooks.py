@@ -1,8 +1,9 @@
-"""Puts our code around methods of one vLLM object, takes it off again, and lets another part replace what is inside.
+"""Puts our code around methods of one engine's objects, takes it off, and lets another part replace what is inside.
 
-A hook is an attribute of the *instance*, so it touches one engine, and removing it leaves vLLM as it was. Inside a hook
-stands `inner`: the method that vLLM has, or what a later layer put there. This is the seam for everything that changes
-what vLLM does (relocating allocation swaps the `inner` of `get_new_blocks`); observation alone never does.
+A hook is an attribute of the *instance*, so it touches one engine, and removing it leaves the engine as it was. Inside
+a hook stands `inner`: the method that the engine has, or what a later layer put there. This is the seam for everything
+that changes what an engine does (relocating allocation swaps the `inner` of vLLM's `get_new_blocks`); observation alone
+never does.
 """
 
 from __future__ import annotations
