@@ -70,8 +70,22 @@ class AgentClient:
     def blocks(self, id: str, start: int, count: int) -> wire.BlockPage:
         return self._get(wire.BlockPage, _engine_path(id) + "/blocks", {"start": start, "count": count})
 
-    def requests(self, id: str) -> wire.RequestPage:
-        return self._get(wire.RequestPage, _engine_path(id) + "/requests")
+    def requests(
+        self,
+        id: str,
+        limit: int = 256,
+        *,
+        sort: wire.RequestOrder = "blocks",
+        ascending: bool = False,
+        contains: str = "",
+        lora: str | None = None,
+        cache_salt: str | None = None,
+    ) -> wire.RequestPage:
+        """The first `limit` live sequences in that order, with totals and groups of all that match."""
+        query: dict[str, str | int | float] = {"limit": limit, "sort": sort, "ascending": str(ascending).lower()}
+        given = {"contains": contains or None, "lora": lora, "cache_salt": cache_salt}
+        query.update({name: value for name, value in given.items() if value is not None})
+        return self._get(wire.RequestPage, _engine_path(id) + "/requests", query)
 
     def history(
         self, id: str, metric: str, seconds: float, points: int = 600, *, until_unix: float | None = None

@@ -235,8 +235,29 @@ class BlockPage(WireModel):
     blocks: list[Block]
 
 
+RequestOrder = Literal[
+    "blocks",
+    "tokens",
+    "owned_blocks",
+    "exclusive_blocks",
+    "runs",
+    "tail_waste_tokens",
+    "age_seconds",
+    "tokens_per_second",
+    "last_block_seconds",
+    "request_id",
+    "lora",
+    "cache_salt",
+]
+"""Columns that live sequences can be sorted by."""
+
+
 class Request(WireModel):
-    """One live sequence and what it holds; `exclusive_blocks` and `runs` count only blocks it was first to hold."""
+    """One live sequence and what it holds; `exclusive_blocks` and `runs` count only blocks it was first to hold.
+
+    `blocks` is its whole table, in which shared blocks are; `owned_blocks` are those that it was the first to hold, so
+    that over all sequences each block counts once.
+    """
 
     request_id: str
     lora: str
@@ -247,14 +268,38 @@ class Request(WireModel):
     runs: int | None
     tail_waste_tokens: int | None
     age_seconds: float
+    owned_blocks: int | None = None
+    tokens_per_second: float | None = None  # mean over its life, the prompt's tokens included
+    last_block_seconds: float | None = None  # since it last took a block; one that stands still takes none
+
+
+class RequestGroup(WireModel):
+    """Sequences with one label, summed up; each block counts once, with the sequence that was the first to hold it."""
+
+    label: str  # "": those without one
+    requests: int
+    tokens: int
+    owned_blocks: int | None
+    exclusive_blocks: int | None
+    runs: int | None
+    tail_waste_tokens: int | None
+    oldest_seconds: float | None
 
 
 class RequestPage(WireModel):
+    """Live sequences; totals and groups are of all that match, however many are listed."""
+
     schema_: Literal["kvatlas.requests/v1"] = Field(default="kvatlas.requests/v1", alias="schema")
     id: str
     sequence: int
-    total: int
-    requests: list[Request]  # most blocks first
+    total: int  # in the pool
+    requests: list[Request]  # the first `limit` of those that match, in the order asked for
+    matching: int | None = None
+    totals: RequestGroup | None = None
+    by_lora: list[RequestGroup] = []  # most blocks first, at most 50
+    lora_groups: int = 0  # that there are
+    by_cache_salt: list[RequestGroup] = []
+    cache_salt_groups: int = 0
 
 
 class HistoryPoint(WireModel):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse
 
 from agent import wire
@@ -33,6 +34,7 @@ from agent.web.docs_page import render_docs
 from agent.web.errors import ApiError, add_error_handlers, json_response
 from agent.web.history_routes import add_history
 from agent.web.plan_routes import add_planning
+from agent.web.request_page import RequestQuery, request_page
 from agent.web.security import WriteGuard
 
 MAX_CELLS = 4096
@@ -243,9 +245,20 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
         return json_response(presenter.block_page(found, start, count, context.clock.wall()))
 
     @app.get("/v1/engines/{id}/requests", response_model=wire.RequestPage, tags=["engines"])
-    async def requests(id: PoolId, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS_PER_PAGE)] = 256) -> Response:
-        """Live sequences, those with most blocks first."""
-        return json_response(presenter.request_page(sample(id), limit, context.clock.wall()))
+    async def requests(
+        id: PoolId,
+        limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS_PER_PAGE)] = 256,
+        sort: wire.RequestOrder = "blocks",
+        ascending: bool = False,
+        contains: Annotated[str, Query(max_length=200, description="in the id or a label, whatever its case")] = "",
+        lora: Annotated[str | None, Query(max_length=200, description="exactly; empty: without one")] = None,
+        cache_salt: Annotated[str | None, Query(max_length=200, description="exactly; empty: without one")] = None,
+    ) -> Response:
+        """Live sequences, those with most blocks first unless asked otherwise, with totals and groups of all that
+        match."""
+        query = RequestQuery(limit, sort, ascending, contains, lora, cache_salt)
+        found, now = sample(id), context.clock.wall()
+        return json_response(await run_in_threadpool(request_page, found, query, now))
 
 
 def _plain(text: str) -> Response:

@@ -1,18 +1,13 @@
-"""Samples into what goes over the wire: summaries, blocks and requests."""
+"""Samples into what goes over the wire: summaries and blocks."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agent import wire
-from agent.sampling.model import NANOSECONDS, PoolSample, ages_seconds
-from engine_shim.layout import OWNER_SLOT_BITS, BlockState
-from engine_shim.snapshot import MapSnapshot
+from agent.sampling.model import PoolSample, ages_seconds
 
-_SLOT_MASK = (1 << OWNER_SLOT_BITS) - 1
 _COUNTED_STATES = len(wire.STATE_NAMES)
 
 
@@ -108,30 +103,6 @@ def block_page(sample: PoolSample, start: int, count: int, now_unix: float) -> w
     return wire.BlockPage(id=sample.id, sequence=snapshot.sequence, start=start, blocks=blocks)
 
 
-def request_page(sample: PoolSample, limit: int, now_unix: float) -> wire.RequestPage:
-    """Live sequences, those with most blocks first."""
-    snapshot = sample.snapshot
-    entries = sorted(snapshot.owners, key=lambda entry: (-entry.blocks, entry.request_id))
-    holdings = _holdings(snapshot)
-    requests = []
-    for entry in entries[:limit]:
-        blocks, runs, waste = holdings.get(entry.owner, (0, 0, 0)) if holdings is not None else (None, None, None)
-        requests.append(
-            wire.Request(
-                request_id=entry.request_id,
-                lora=entry.lora,
-                cache_salt=entry.cache_salt,
-                tokens=entry.tokens,
-                blocks=entry.blocks,
-                exclusive_blocks=blocks,
-                runs=runs,
-                tail_waste_tokens=waste if snapshot.tokens is not None else None,
-                age_seconds=max(0.0, now_unix - entry.first_seen_unix_ns / NANOSECONDS),
-            )
-        )
-    return wire.RequestPage(id=sample.id, sequence=snapshot.sequence, total=len(entries), requests=requests)
-
-
 def owner_name(owner: int, names: dict[int, str]) -> str | None:
     """The request of an owner. One whose row is gone has ended; its cached blocks still name it."""
     return None if owner == 0 else names.get(owner, wire.ENDED_OWNER)
@@ -139,37 +110,3 @@ def owner_name(owner: int, names: dict[int, str]) -> str | None:
 
 def _cut(column: NDArray[np.unsignedinteger] | None, start: int, end: int) -> list[int] | None:
     return None if column is None else column[start:end].tolist()
-
-
-def _holdings(snapshot: MapSnapshot) -> dict[int, tuple[int, int, int]] | None:
-    """By owner: blocks it is the first holder of and nobody else shares, runs of ids among its blocks, empty slots."""
-    if snapshot.owner is None:
-        return None
-    entries = [entry.owner for entry in snapshot.owners]
-    row = _owner_rows(snapshot.owner, entries)
-    row[snapshot.states == BlockState.FREE] = 0
-    size = len(entries) + 1
-    starts = np.concatenate(([True], row[1:] != row[:-1]))
-    runs = np.bincount(row[starts], minlength=size)
-    exclusive = np.bincount(row if snapshot.references is None else row[snapshot.references == 1], minlength=size)
-    waste: NDArray[Any] = np.zeros(size)
-    if snapshot.tokens is not None:
-        held = (snapshot.states == BlockState.USED) | (snapshot.states == BlockState.PINNED)
-        empty = np.maximum(snapshot.identity.block_tokens - snapshot.tokens.astype(np.int64), 0) * held
-        waste = np.bincount(row, weights=empty, minlength=size)
-    return {
-        owner: (int(exclusive[index]), int(runs[index]), int(waste[index]))
-        for index, owner in enumerate(entries, start=1)
-    }
-
-
-def _owner_rows(column: NDArray[np.uint32], owners: list[int]) -> NDArray[np.int32]:
-    """For each block the position of its owner in `owners`, from 1; 0 for nobody and for owners not listed."""
-    slots = [owner & _SLOT_MASK for owner in owners]
-    beyond = max(slots, default=0) + 1
-    row_of_slot = np.zeros(beyond + 1, np.int32)
-    row_of_slot[slots] = np.arange(1, len(owners) + 1)
-    rows: NDArray[np.int32] = row_of_slot[np.minimum(column & np.uint32(_SLOT_MASK), np.uint32(beyond))]
-    # A slot used anew has another generation; blocks of its former owner are not the new one's.
-    rows[np.asarray([0, *owners], np.uint32)[rows] != column] = 0
-    return rows

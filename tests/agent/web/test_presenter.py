@@ -14,7 +14,8 @@ from agent.forecast import ExhaustionForecast
 from agent.fragmentation import analyze
 from agent.sampling.model import PoolSample, measure_waste, oldest_pinned
 from agent.web.cells import UNKNOWN_STATE, map_cells
-from agent.web.presenter import block_page, request_page, summarize
+from agent.web.presenter import block_page, summarize
+from agent.web.request_page import RequestQuery, request_page
 from agent.wire import STATE_NAMES, MapCells
 from engine_shim.snapshot import MapFlags, MapSnapshot, OwnerEntry
 
@@ -124,7 +125,7 @@ def test_requests_and_what_they_hold(make_snapshot: Make) -> None:
         tokens=[16, 4, 0, 16, 16, 16, 12],
         owners=owners,
     )
-    page = request_page(sample_of(snapshot), 10, NOW)
+    page = request_page(sample_of(snapshot), RequestQuery(10), NOW)
     assert page.total == 2
     large, small = page.requests
     assert (large.request_id, large.lora, large.blocks, large.exclusive_blocks, large.runs) == (
@@ -136,18 +137,18 @@ def test_requests_and_what_they_hold(make_snapshot: Make) -> None:
     )
     assert (large.tail_waste_tokens, small.tail_waste_tokens) == (4, 12)
     assert large.age_seconds == pytest.approx(9)
-    assert [one.request_id for one in request_page(sample_of(snapshot), 1, NOW).requests] == ["large"]
+    assert [one.request_id for one in request_page(sample_of(snapshot), RequestQuery(1), NOW).requests] == ["large"]
 
 
 def test_a_block_may_hold_more_tokens_than_31_bits_count(make_snapshot: Make) -> None:
     entry = OwnerEntry(1, "a", "", "", 1, 1, 0)
     snapshot = make_snapshot([2, 0], owner=[1, 0], tokens=[5, 0], owners=(entry,), block_tokens=2**32 - 1)
-    assert request_page(sample_of(snapshot), 1, NOW).requests[0].tail_waste_tokens == 2**32 - 6
+    assert request_page(sample_of(snapshot), RequestQuery(1), NOW).requests[0].tail_waste_tokens == 2**32 - 6
 
 
 def test_scattered_blocks_are_many_runs(make_snapshot: Make) -> None:
     snapshot = make_snapshot([2] * 6, owner=[1, 2, 1, 2, 2, 1], owners=(OwnerEntry(1, "a", "", "", 1, 3, 0),))
-    assert request_page(sample_of(snapshot), 1, NOW).requests[0].runs == 3
+    assert request_page(sample_of(snapshot), RequestQuery(1), NOW).requests[0].runs == 3
 
 
 def test_fragmentation_of_a_sleeping_engine_is_not_computed(make_snapshot: Make) -> None:
