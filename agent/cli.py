@@ -87,6 +87,10 @@ def complete_app(*names: str) -> typer.Typer:
         from agent.commands.plan import plan
 
         _add("plan", lambda: plan)
+    if not names or "top" in names:
+        from agent.commands.top import top
+
+        _add("top", lambda: top)
     if not names or "bundle" in names:
         from agent.commands.bundle import bundle
 
@@ -99,6 +103,7 @@ _SHORT = {
     "agent": "Run the sidecar: the API and /metrics.",
     "demo": "Watch two real KV pools serve a recorded trace.",
     "demo-vllm": "Watch vLLM itself, with a real model, serve one.",
+    "top": "Watch pools, blocks and alerts in the terminal.",
     "bundle": "Pack what a bug report needs, without secrets.",
 }
 

@@ -12,6 +12,7 @@ import typer.main
 
 from agent.cli import app
 from agent.commands.plan import plan
+from agent.commands.top import top
 from agent.config import AgentSettings, has_flag, variable
 from agent.demo.run import demo
 
@@ -73,6 +74,7 @@ def test_documented_flags_and_defaults_of_the_commands_are_right(documented: dic
     late = typer.Typer()  # the command line adds these commands only when they are asked for
     late.command()(demo)
     late.command()(plan)
+    late.command()(top)
     seen = set()
     for option in (*options(typer.main.get_command(app)), *options(typer.main.get_command(late))):
         seen.add(option.envvar)
