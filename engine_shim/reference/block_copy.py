@@ -12,6 +12,7 @@ import mmap
 from collections import deque
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import repeat, starmap
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ class BlockCopier:
             steps = _ordered(zip(sources.tolist(), destinations.tolist(), strict=True))
             _copy_in_order(self._memory, self._block_bytes, steps)
         else:
-            _copy_runs(self._memory, self._block_bytes, *_runs(sources, destinations))
+            _copy_runs(self._memory, self._block_bytes, sources, destinations)
 
     def save(self, blocks: Blocks) -> Saved:
         """The contents of blocks, copied out. Takes as many bytes as the blocks have."""
@@ -84,7 +85,12 @@ class BlockCopier:
             torch.cuda.current_stream(self._rows.device).synchronize()
 
     def _overlap(self, sources: Blocks, destinations: Blocks) -> bool:
-        """Is a block both read and written? Asked of a mask, which costs a tenth of a sort where copies are many."""
+        """Is a block both read and written? Not where no write lies between the reads, as of a plan's moves. Else asked
+        of a mask, which costs a tenth of a sort where copies are many."""
+        between = destinations >= sources.min()
+        between &= destinations <= sources.max()
+        if not between.any():
+            return False
         written = self._written
         try:
             written[destinations] = True
@@ -113,18 +119,21 @@ class BlockCopier:
                 self._rows.index_copy_(0, self._index(destination), gathered)
 
 
-def _copy_runs(memory: mmap.mmap, size: int, sources: Blocks, destinations: Blocks, lengths: Blocks) -> None:
-    """One memmove for each run of blocks of `size` bytes."""
-    # Not a loop in Python: between small blocks it would cost as much as the bytes do.
-    moves = map(memory.move, (destinations * size).tolist(), (sources * size).tolist(), (lengths * size).tolist())
-    deque(moves, maxlen=0)
+def _copy_runs(memory: mmap.mmap, size: int, sources: Blocks, destinations: Blocks) -> None:
+    """One memmove for each run of blocks of `size` bytes in which both sides follow their neighbours.
 
-
-def _runs(sources: Blocks, destinations: Blocks) -> tuple[Blocks, Blocks, Blocks]:
-    """First source, first destination and length of each run in which both follow their neighbours."""
-    breaks = (np.diff(sources) != 1) | (np.diff(destinations) != 1)
-    starts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-    return sources[starts], destinations[starts], np.diff(starts, append=len(sources))
+    Between small blocks that lie singly, a loop in Python would cost as much as their bytes do, and lists of numbers
+    that the copies drive out of the caches a good part of it: the calls are made from C, by numbers made for each.
+    """
+    joined = sources[1:] - sources[:-1] == 1
+    joined &= destinations[1:] - destinations[:-1] == 1
+    lengths: Iterable[int] = repeat(size)
+    if joined.any():
+        starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+        lengths = ((np.append(starts[1:], len(sources)) - starts) * size).data
+        sources, destinations = sources[starts], destinations[starts]
+    moves = zip((destinations * size).data, (sources * size).data, lengths, strict=False)
+    deque(starmap(memory.move, moves), maxlen=0)
 
 
 def _copy_in_order(memory: mmap.mmap, size: int, steps: Iterable[tuple[int, int]]) -> None:
