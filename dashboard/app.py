@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from importlib import resources
+from importlib import import_module, resources
 
 import streamlit as st
 
+from dashboard import address
+from dashboard.context import Context
+from dashboard.header import chosen_view, paused, show_header, whole_run
 from dashboard.palette import theme_named
-from dashboard.source import REFRESH_SECONDS, SLOW_REFRESH_SECONDS
-from dashboard.views.pool import PAUSE_KEY, show_pool
-from dashboard.views.trends import show_trends
+from dashboard.source import REFRESH_SECONDS, client
 
 st.set_page_config(page_title="KVAtlas", layout="wide")
 st.html(f"<style>{resources.files('dashboard').joinpath('page.css').read_text(encoding='utf-8')}</style>")
-
-theme = theme_named(st.context.theme.type)
-paused = bool(st.session_state.get(PAUSE_KEY))
+address.keep()
 
 # Fragments end with each refresh, so nothing piles up; a loop here would keep every message it ever sent.
-st.fragment(show_pool, run_every=None if paused else REFRESH_SECONDS)(theme)
-st.fragment(show_trends, run_every=None if paused else SLOW_REFRESH_SECONDS)(theme)
+with whole_run():
+    st.fragment(show_header, run_every=None if paused() else REFRESH_SECONDS)()
+view = chosen_view()
+context = Context(
+    theme=theme_named(st.context.theme.type), paused=paused(), pool=address.get(address.POOL), client=client()
+)
+with st.container(key=f"view_{view}"):
+    # Imported when it is opened: nobody waits for what another view needs.
+    import_module(f"dashboard.views.{view}").show(context)

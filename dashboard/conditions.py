@@ -135,6 +135,11 @@ def most_in_need(engines: Sequence[EngineSummary]) -> EngineSummary | None:
     return min(engines, key=_calmness, default=None)
 
 
+def worst_first(engines: Sequence[EngineSummary]) -> list[EngineSummary]:
+    """The pools in the order of `most_in_need`."""
+    return sorted(engines, key=_calmness)
+
+
 def _calmness(engine: EngineSummary) -> tuple[bool, bool, bool, bool, float, str]:
     return (
         not map_is_meaningful(engine),

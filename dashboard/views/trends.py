@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import streamlit as st
 
-from agent.client import AgentRefused, AgentUnavailable
 from agent.wire import AgentStatus, EngineSummary
 from dashboard import figures, widgets
+from dashboard.context import Context, ask
 from dashboard.figure_component import show_figure
-from dashboard.palette import Theme
-from dashboard.source import HISTORY_POINTS, SLOW_REFRESH_SECONDS, client, source, timed
-from dashboard.views.pool import PAUSE_KEY, POOL_KEY
+from dashboard.source import HISTORY_POINTS, SLOW_REFRESH_SECONDS, timed
 
 HISTORY_HEIGHT = 196
 HISTORY_SECONDS = {"5 min": 300, "15 min": 900, "1 h": 3600}
@@ -22,23 +20,17 @@ WHY_F_MATTERS = (
 )
 
 
-def show_trends(theme: Theme) -> None:
-    """One refresh of the lower page. What to do about an agent without an answer is said in the upper one."""
+def show_trends(context: Context) -> None:
+    """One refresh of the lower page. What to do about an agent without an answer is said above the view."""
     with timed("trends"):
-        pool = st.session_state.get(POOL_KEY)
-        if pool is None:
-            return
-        try:
-            listing = client().engines()
-            engine = next((engine for engine in listing.engines if engine.id == pool), None)
-            if engine is not None:
-                with st.container(key="lower"):
-                    _trends(engine, listing.agent, theme)
-        except (AgentUnavailable, AgentRefused) as error:
-            st.html(widgets.note_html(f"No trends: {source().reason(error)}"))
+        listing = ask(context.client.engines)
+        engine = next((each for each in listing.engines if each.id == context.pool), None) if listing else None
+        if listing is not None and engine is not None:
+            with st.container(key="lower"):
+                _trends(engine, listing.agent, context)
 
 
-def _trends(engine: EngineSummary, agent: AgentStatus, theme: Theme) -> None:
+def _trends(engine: EngineSummary, agent: AgentStatus, context: Context) -> None:
     left, right = st.columns([2.35, 1], gap="medium")
     with left.container(key="history_box"):
         with st.container(horizontal=True, vertical_alignment="center"):
@@ -52,23 +44,31 @@ def _trends(engine: EngineSummary, agent: AgentStatus, theme: Theme) -> None:
                 required=True,
                 width="content",
             )
-        seconds = HISTORY_SECONDS[span or DEFAULT_SPAN]
-        # Two samples a bucket at least: with one, the jitter of sampling would leave gaps that mean nothing.
-        points = min(HISTORY_POINTS, max(2, int(seconds / (2 * agent.interval_seconds))))
-        rate, strict = (
-            client().history(engine.id, metric, seconds, points=points)
-            for metric in ("fragmentation", "strict_fragmentation")
-        )
-        paused = bool(st.session_state.get(PAUSE_KEY)) or engine.state == "gone"
-        show_figure(
-            figures.fragmentation_history(rate, strict, threshold=agent.threshold, theme=theme),
-            key="history",
-            label="Fragmentation over time",
-            height=HISTORY_HEIGHT,
-            expires_ms=None if paused else round(6 * SLOW_REFRESH_SECONDS * 1000),
-        )
+        _history(engine, agent, HISTORY_SECONDS[span or DEFAULT_SPAN], context)
         st.html(widgets.note_html(WHY_F_MATTERS))
     with right:
         st.html(widgets.heading_html("Who holds it"))
-        if engine.state != "gone":
-            st.html(widgets.holders_html(client().requests(engine.id), engine.block_bytes))
+        page = None if engine.state == "gone" else ask(lambda: context.client.requests(engine.id))
+        if page is not None:
+            st.html(widgets.holders_html(page, engine.block_bytes))
+
+
+def _history(engine: EngineSummary, agent: AgentStatus, seconds: float, context: Context) -> None:
+    # Two samples a bucket at least: with one, the jitter of sampling would leave gaps that mean nothing.
+    points = min(HISTORY_POINTS, max(2, int(seconds / (2 * agent.interval_seconds))))
+    lines = ask(
+        lambda: [
+            context.client.history(engine.id, metric, seconds, points=points)
+            for metric in ("fragmentation", "strict_fragmentation")
+        ]
+    )
+    if lines is None:
+        return
+    rate, strict = lines
+    show_figure(
+        figures.fragmentation_history(rate, strict, threshold=agent.threshold, theme=context.theme),
+        key="history",
+        label="Fragmentation over time",
+        height=HISTORY_HEIGHT,
+        expires_ms=None if engine.state == "gone" else context.expires_ms(SLOW_REFRESH_SECONDS),
+    )
