@@ -95,6 +95,10 @@ def complete_app(*names: str) -> typer.Typer:
         from agent.commands.bundle import bundle
 
         _add("bundle", lambda: bundle)
+    if not names or "record" in names:
+        from agent.commands.record import record_command
+
+        _add("record", lambda: record_command)
     return app
 
 
@@ -105,6 +109,7 @@ _SHORT = {
     "demo-vllm": "Watch vLLM itself, with a real model, serve one.",
     "top": "Watch pools, blocks and alerts in the terminal.",
     "bundle": "Pack what a bug report needs, without secrets.",
+    "record": "Record what one pool does, for replay or simulate.",
 }
 
 
