@@ -99,6 +99,10 @@ def complete_app(*names: str) -> typer.Typer:
         from agent.commands.record import record_command
 
         _add("record", lambda: record_command)
+    if not names or "replay" in names:
+        from agent.commands.replay import replay
+
+        _add("replay", lambda: replay)
     return app
 
 
@@ -110,6 +114,7 @@ _SHORT = {
     "top": "Watch pools, blocks and alerts in the terminal.",
     "bundle": "Pack what a bug report needs, without secrets.",
     "record": "Record what one pool does, for replay or simulate.",
+    "replay": "Serve a recording as if its engine ran.",
 }
 
 

@@ -143,6 +143,7 @@ class EngineSummary(WireModel):
     counters: dict[str, int]
     metrics: EngineMetrics | None = None  # where the agent was told to read them
     metrics_comparison: MetricsComparison | None = None
+    replay: bool = False  # of a recording that is played back: `pid` is of then, and no engine runs
 
 
 class UnmappedEngine(WireModel):
@@ -171,6 +172,46 @@ class MetricsSource(WireModel):
     engines: int
 
 
+class ReplayGap(WireModel):
+    """Events that the recorder came too late for. The sample after it is right again."""
+
+    time_unix: float
+    first_event: int  # number of the first one
+    events: int
+
+
+class ReplayStatus(WireModel):
+    """A recording that is played back: what the agent serves is what was then, and no engine runs behind it."""
+
+    schema_: Literal["kvatlas.replay/v1"] = Field(default="kvatlas.replay/v1", alias="schema")
+    file: str  # its name
+    id: str  # of the recorded pool
+    recorded_from_unix: float
+    recorded_until_unix: float
+    position_unix: float  # where it is
+    speed: float  # seconds of the recording in a second
+    paused: bool
+    at_end: bool
+    recording_ended: str  # why
+    samples: int
+    events: int
+    lost_events: int
+    gaps: list[ReplayGap]
+    dropped: str  # what of the file's end could not be used; "" where nothing
+    notes: list[str]  # of the recorder
+    fault: str  # why the replay stopped; "" while all is well
+
+
+class ReplayOrder(BaseModel):
+    """The body of POST /v1/replay; what is left out stays as it is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    position_unix: float | None = Field(default=None, ge=0, le=1e10, description="where to go")
+    speed: float | None = Field(default=None, ge=0.01, le=10_000, description="seconds of the recording in a second")
+    paused: bool | None = None
+
+
 class AgentStatus(WireModel):
     """Beside the list of engines: the agent itself."""
 
@@ -183,6 +224,7 @@ class AgentStatus(WireModel):
     writes_enabled: bool
     writes_need_token: bool = True  # false: peers on the agent's own machine may change things without one
     engine_metrics: list[MetricsSource] = []
+    replay: ReplayStatus | None = None  # where the pools are those of a recording, and no engine runs
 
 
 class EngineList(WireModel):

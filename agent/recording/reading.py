@@ -212,6 +212,7 @@ class Cursor:
         self._since_sample = 0  # events that were followed
         self.time_ns = -1
         self.samples = sample  # that were passed
+        self.events_followed = 0  # since it was last set anew
 
     def seek(self, time_ns: int) -> None:
         """Go to an instant, forwards or back; one before the first sample is that. Raises RecordingError."""
@@ -261,6 +262,7 @@ class Cursor:
         self.replica.apply(rows)
         self._next_event += len(rows)
         self._since_sample += len(rows)
+        self.events_followed += len(rows)
         self._rows = self._rows[len(rows) :]
         return not len(self._rows)
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from agent.history import History
 from agent.log import EventLog
 from agent.sampling.deputy import Deputy
-from agent.sampling.discovery import MAX_MAPS, MAX_NAMED, FoundMap, name_some, printable, scan
+from agent.sampling.discovery import MAX_MAPS, MAX_NAMED, FoundMap, Scan, name_some, printable, scan
 from agent.sampling.follower import READ_TIMEOUT_SECONDS, Follower, OpenMap
 from agent.sampling.judgement import Limits
 from agent.sampling.model import EMPTY_VIEW, AgentView, Clock, PoolSample
@@ -48,8 +48,11 @@ class Sampler:
         settings: SamplerSettings | None = None,
         clock: Clock | None = None,
         log: EventLog | None = None,
+        find: Callable[[Sequence[Path], frozenset[tuple[int, int]]], Scan] = scan,
     ) -> None:
+        """`find` looks into the folders; the inodes that it is given are known to be maps."""
         self.settings = settings or SamplerSettings()
+        self._find = find
         self._folders = folders
         self._open_map = open_map
         self._history = history
@@ -99,7 +102,7 @@ class Sampler:
         began, now_unix = self._clock.monotonic(), self._clock.wall()
         folders = tuple(self._folders())
         followed = frozenset(follower.found.inode for follower in self._followers.values())
-        found = scan(folders, followed | frozenset(self._expired))
+        found = self._find(folders, followed | frozenset(self._expired))
         present = frozenset(one.inode for one in found.maps)
         self._expired = {inode: stamp for inode, stamp in self._expired.items() if inode in present}
         left_out = self._follow(found.maps)

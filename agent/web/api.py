@@ -34,6 +34,7 @@ from agent.web.docs_page import render_docs
 from agent.web.errors import ApiError, add_error_handlers, json_response
 from agent.web.history_routes import add_history
 from agent.web.plan_routes import add_planning
+from agent.web.replay_routes import Plays, add_replay
 from agent.web.request_page import RequestQuery, request_page
 from agent.web.security import WriteGuard
 
@@ -63,6 +64,7 @@ class ApiContext:
     engine_metrics: Callable[[], EngineMetricsView] = EngineMetricsView
     devices: Callable[[], DevicesView] = lambda: NOTHING_READ
     past: HistoryReader | None = None  # what is kept of the past on the disk
+    replay: Plays | None = None  # where the pools are those of a recording
     boxes: BoxReader | None = None  # of engines that ended
 
 
@@ -96,6 +98,8 @@ def create_app(context: ApiContext) -> FastAPI:
     add_devices(app, context.devices, context.clock)
     if context.alerting is not None:
         add_alerts(app, context.alerting, may_change, context.clock)
+    if context.replay is not None:
+        add_replay(app, context.replay, may_change)
     return app
 
 
@@ -120,6 +124,9 @@ def _add_probes(app: FastAPI, context: ApiContext) -> None:
     @app.get("/metrics", tags=["metrics"], response_class=Response)
     async def metrics() -> Response:
         """Prometheus text format 0.0.4."""
+        if context.replay is not None:
+            what = "a replay has no metrics: they would be taken for those of an engine that runs"
+            raise ApiError(404, "replay", what, "scrape the agent beside the engine")
         return Response(context.exporter.render(), media_type=CONTENT_TYPE)
 
     @app.head("/healthz", include_in_schema=False)
@@ -174,6 +181,8 @@ def _unmapped(context: ApiContext, id: str) -> UnmappedEngine | None:
 def _summary(context: ApiContext, sample: PoolSample, now_unix: float) -> wire.EngineSummary:
     """One pool, with what its engine's own metrics say where they are read."""
     summary = presenter.summarize(sample, now_unix)
+    if context.replay is not None:
+        summary = summary.model_copy(update={"replay": True})
     joined = context.engine_metrics().by_pool.get(sample.id)
     if joined is None:
         return summary
@@ -212,6 +221,7 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
             writes_enabled=context.guard.enabled,
             writes_need_token=context.guard.token is not None,
             engine_metrics=metrics_presenter.describe_sources(context.engine_metrics(), now),
+            replay=None if context.replay is None else context.replay.status(),
         )
         read = context.engine_metrics()
         unmapped = [metrics_presenter.describe_unmapped(one, now, read.interval_seconds) for one in read.unmapped]
