@@ -23,7 +23,7 @@ _PAUSED = "paused"
 _PICKER = "pool_picker"
 _VIEW_PICKER = "view_picker"
 _WHOLE_RUN = "in_whole_run"
-_SHOWN = "shown_pool"
+_SHOWN = "shown"  # view and pool of the last run of the whole page
 
 
 def show_header() -> None:
@@ -35,6 +35,8 @@ def show_header() -> None:
             view = _pick_view()
             chosen = _pick(listing.engines if listing else [], listing.unmapped if listing else [])
             _pause_switch()
+        if (view, chosen) != st.session_state.get(_SHOWN) and not st.session_state.get(_WHOLE_RUN):
+            st.rerun()  # the view below follows at once
         engine = next((e for e in listing.engines if e.id == chosen), None) if listing else None
         unmapped = next((e for e in listing.unmapped if e.id == chosen), None) if listing else None
         with st.container(key="banners"):
@@ -55,7 +57,7 @@ def whole_run() -> Iterator[None]:
         yield
     finally:
         st.session_state[_WHOLE_RUN] = False
-        st.session_state[_SHOWN] = address.get(address.POOL)
+        st.session_state[_SHOWN] = (chosen_view(), address.get(address.POOL))
 
 
 def chosen_view() -> str:
@@ -66,7 +68,7 @@ def chosen_view() -> str:
 
 def open_view(view: str, pool: str | None = None) -> None:
     """Go to a view, and to a pool where one is named; ends this run."""
-    address.put(address.VIEW, None if view == DEFAULT_VIEW else view)
+    _name_view(view)
     if pool is not None:
         address.put(address.POOL, pool)
     st.rerun()
@@ -88,12 +90,24 @@ def _engines() -> tuple[EngineList | None, list[conditions.Condition]]:
 def _pick_view() -> str:
     view = chosen_view()
     st.session_state[_VIEW_PICKER] = view  # it may have been opened elsewhere on the page
-    picked = st.segmented_control(
-        "View", VIEWS, key=_VIEW_PICKER, format_func=str.capitalize, required=True, label_visibility="collapsed"
+    st.segmented_control(
+        "View",
+        VIEWS,
+        key=_VIEW_PICKER,
+        format_func=str.capitalize,
+        required=True,
+        on_change=_view_picked,
+        label_visibility="collapsed",
     )
-    if picked and picked != view:
-        open_view(picked)
     return view
+
+
+def _view_picked() -> None:
+    _name_view(st.session_state[_VIEW_PICKER])
+
+
+def _name_view(view: str) -> None:
+    address.put(address.VIEW, None if view == DEFAULT_VIEW else view)
 
 
 def _pause_switch() -> None:
@@ -117,8 +131,6 @@ def _pick(engines: Sequence[EngineSummary], unmapped: Sequence[UnmappedEngine]) 
     st.selectbox(
         "Pool", sorted({*known, chosen}), key=_PICKER, on_change=_picked, label_visibility="collapsed", width="stretch"
     )
-    if chosen != st.session_state.get(_SHOWN) and not st.session_state.get(_WHOLE_RUN):
-        st.rerun()  # the view follows at once
     return chosen
 
 
