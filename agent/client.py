@@ -145,6 +145,11 @@ class AgentClient:
         path = _engine_path(id) + "/compaction"
         return self._ask(wire.CompactionSwitch, "DELETE", path, timeout=RUN_GRACE_SECONDS)
 
+    def switch_relocation(self, id: str, on: bool) -> wire.RelocationSwitch:
+        """Relocating allocation on or off; needs the token where the agent has one."""
+        order, path = wire.RelocationOrder(on=on), _engine_path(id) + "/relocation"
+        return self._ask(wire.RelocationSwitch, "POST", path, json=order.model_dump(), timeout=RUN_GRACE_SECONDS)
+
     def compactions(self, engine: str | None = None, limit: int = 100) -> wire.CompactionList:
         """What was decided and asked for, newest first."""
         query: dict[str, str | int | float] = {"limit": limit}

@@ -479,6 +479,11 @@ class CompactionState(WireModel):
     verdicts: list[CompactionVerdict]  # newest first
     last_run: LastCompaction | None
     plan: CompactionPlan | None  # where it was asked for
+    undone_reason: str = ""  # how the last run that did not last was undone
+    next_run_seconds: float | None = None  # of the cooldown or the back-off; None: no pause
+    consumers: list[str] = []  # who profits from contiguous blocks: declared, or found
+    require_consumer: bool = False  # the policy does nothing without one
+    relocation_held: str = ""  # why the policy does not switch relocation on: somebody switched it off
 
 
 class CompactionSwitch(WireModel):
@@ -487,6 +492,23 @@ class CompactionSwitch(WireModel):
     schema_: Literal["kvatlas.compaction-switch/v1"] = Field(default="kvatlas.compaction-switch/v1", alias="schema")
     id: str
     moving: bool
+    reason: str
+
+
+class RelocationOrder(BaseModel):
+    """The body of POST /v1/engines/{id}/relocation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    on: bool
+
+
+class RelocationSwitch(WireModel):
+    """How relocating allocation stands in the engine now."""
+
+    schema_: Literal["kvatlas.relocation-switch/v1"] = Field(default="kvatlas.relocation-switch/v1", alias="schema")
+    id: str
+    relocation: bool
     reason: str
 
 

@@ -210,6 +210,11 @@ class CompactionDriver:
         again. Raises as EngineControl.request does."""
         return self._requests.switch_off(self._record_of(sample), Path(sample.snapshot.path), asker)
 
+    def switch_relocation(self, sample: PoolSample, on: bool, asker: Asker) -> SwitchReply:
+        """Switch relocating allocation. The policy does not switch it on again after it was switched off here, until
+        the engine or the agent starts anew. Raises as EngineControl.request does."""
+        return self._requests.switch_relocation(self._record_of(sample), Path(sample.snapshot.path), on, asker)
+
     # The account
 
     def standing(self, sample: PoolSample) -> PoolStanding:
@@ -230,6 +235,7 @@ class CompactionDriver:
     def _describe(self, pool: PoolRecord, sample: PoolSample) -> PoolStanding:
         policy, seen, state = self._policy, pool.seen, pool.state
         known = seen is not None and state.allowance_bytes is not None
+        hold = None if state.hold_until is None else state.hold_until - self._clock.monotonic()
         return PoolStanding(
             why_not=self.settings.scope.why_not(sample.identity) or pool.stopped,
             running=bool(pool.runner),
@@ -239,6 +245,9 @@ class CompactionDriver:
             answer=pool.answer,
             verdicts=tuple(pool.verdicts),
             last_run=pool.last_run,
+            consumers=seen.consumers if seen else self.settings.consumers,
+            hold_seconds=hold if hold is not None and hold > 0 else None,
+            relocation_held=pool.relocation_held,
         )
 
     def tallies(self) -> Mapping[str, Tally]:

@@ -139,6 +139,11 @@ def describe_standing(
         if run
         else None,
         plan=plan,
+        undone_reason=state.undone_reason,
+        next_run_seconds=standing.hold_seconds,
+        consumers=list(standing.consumers),
+        require_consumer=policy.require_consumer,
+        relocation_held=standing.relocation_held,
     )
 
 

@@ -58,6 +58,9 @@ class PoolStanding:
     answer: Answer
     verdicts: tuple[DatedVerdict, ...]  # oldest first; one a change of reason
     last_run: DatedRun | None
+    consumers: tuple[str, ...] = ()  # who profits from contiguous blocks: declared, or found
+    hold_seconds: float | None = None  # until the next run is allowed; None: no pause
+    relocation_held: str = ""  # why the policy does not switch relocation on: somebody switched it off
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class PoolRecord:
     stopped: str = ""  # why nothing may be done here though the engine could: its kill switch was used
     moving_seen: bool = False  # the engine has said that it allows moves
     off_seen: bool = False  # and, since `stopped` was set, that it does not
+    relocation_held: str = ""  # somebody switched relocation off, and the policy is not to switch it on again
     not_before_ns: int = 0  # samples up to then are from before the end of a run
     seen: Observation | None = None
     verdicts: deque[DatedVerdict] = field(default_factory=lambda: deque(maxlen=KEPT_VERDICTS))
@@ -137,7 +141,7 @@ class PoolRecord:
         status = self.answer.status
         if flagged or (status is not None and status.relocation):
             return Relocation.ON
-        if status is None or status.relocation is None or self.stopped:
+        if status is None or status.relocation is None or self.stopped or self.relocation_held:
             return Relocation.UNAVAILABLE
         return Relocation.OFF
 

@@ -75,6 +75,20 @@ class Requests:
         finally:
             self.status(pool, path)
 
+    def switch_relocation(self, pool: PoolRecord, path: Path, on: bool, asker: Asker) -> SwitchReply:
+        """Relocation as a person wants it. Off holds for the policy at once, whatever the engine answers, until
+        somebody has it switched on again."""
+        if not on:
+            with self._lock:
+                pool.relocation_held = f"relocation was switched off by {asker.route}"
+        request = RelocationRequest(on=on)
+        reply = as_kind(SwitchReply, self.ask(pool.id, path, request, asker, "relocation", {"on": on}))
+        with self._lock:
+            if reply.on:
+                pool.relocation_held = ""
+            pool.answer = replace(pool.answer, asked_at=NEVER)
+        return reply
+
     def switch_off(self, pool: PoolRecord, path: Path, asker: Asker) -> SwitchReply:
         """The kill switch. It holds for the policy at once, whatever the engine answers, until that allows moves again
         after it did not."""

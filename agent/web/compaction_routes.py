@@ -20,6 +20,7 @@ from engine_shim.control.messages import CompactRequest, ControlRequest, PlanReq
 from engine_shim.errors import ControlMalformed, ControlRefused, ControlTimeout, ControlUnavailable, KvatlasError
 
 ROUTE = "/v1/engines/{id}/compaction"
+RELOCATION_ROUTE = "/v1/engines/{id}/relocation"
 MAX_ENTRIES = 1000
 WAITING = 16  # requests that wait for engines at once
 PoolId = Annotated[str, Path(description="id of a pool, as /v1/engines lists it", max_length=512)]
@@ -42,10 +43,10 @@ def add_compaction(
         except ApiError:
             return engine
 
-    def asker(request: Request) -> Asker:
+    def asker(request: Request, route: str = ROUTE) -> Asker:
         address = request.client.host if request.client else None
         access = "loopback" if guard.token is None else "token"
-        return Asker(route=f"{request.method} {ROUTE}", access=access, address=address)  # type: ignore[arg-type]
+        return Asker(route=f"{request.method} {route}", access=access, address=address)  # type: ignore[arg-type]
 
     @app.get(ROUTE, response_model=wire.CompactionState, tags=["compaction"])
     async def state(
@@ -90,6 +91,19 @@ def add_compaction(
         found, who = sample(id), asker(request)
         reply = await _off_the_loop(crew, lambda: driver.switch_off(found, who))
         return json_response(wire.CompactionSwitch(id=found.id, moving=reply.on, reason=reply.reason))
+
+    @app.post(
+        RELOCATION_ROUTE,
+        response_model=wire.RelocationSwitch,
+        tags=["compaction"],
+        dependencies=[Depends(require_writer)],
+    )
+    async def relocate(id: PoolId, request: Request, order: wire.RelocationOrder) -> Response:
+        """Switch relocating allocation on or off, where the engine was started to allow it. The policy does not switch
+        it on again after it was switched off here, until the engine or the agent starts anew."""
+        found, who = sample(id), asker(request, RELOCATION_ROUTE)
+        reply = await _off_the_loop(crew, lambda: driver.switch_relocation(found, order.on, who))
+        return json_response(wire.RelocationSwitch(id=found.id, relocation=reply.on, reason=reply.reason))
 
     @app.get("/v1/compactions", response_model=wire.CompactionList, tags=["compaction"])
     async def compactions(

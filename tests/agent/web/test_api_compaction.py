@@ -162,6 +162,71 @@ def test_the_kill_switch(world: World) -> None:
     assert [entry.outcome for entry in world.entries() if entry.action == "moving"] == ["off"]
 
 
+def test_relocation_is_switched_by_hand_and_stays_as_it_was_switched(start_pool: Start, watch: Start) -> None:
+    """The policy would have it on: off holds all the same, until it is switched on by hand."""
+    settings = DriverSettings(scope=Scope.parse("all"), policy=PolicySettings(for_seconds=2))
+    world = World(start_pool(policy="vllm", live=0.45, churn=300, relocation=True), watch(settings))
+    path = f"/v1/engines/{world.pool.id}/relocation"
+
+    def switch(on: bool) -> wire.RelocationSwitch:
+        response = world.client.post(path, json={"on": on}, headers=TOKEN)
+        assert response.status_code == 200, response.text
+        return wire.RelocationSwitch.model_validate_json(response.content)
+
+    with world.client:
+        assert world.state().engine.relocation is False
+        assert not switch(False).relocation
+        state = world.state()
+        assert "switched off by POST" in state.relocation_held
+        for _ in range(8):
+            world.watch.tick()
+        assert Decision.RELOCATE not in {one.decision for one in standing(world).verdicts}
+        assert world.state().engine.relocation is False
+        assert switch(True).relocation
+        state = world.state()
+        assert (state.engine.relocation, state.relocation_held) == (True, "")
+        switch(False)
+        outcomes = [one.outcome for one in world.entries() if one.action == "relocation"]
+        assert outcomes == ["off", "on", "off"]
+        for body in ({}, {"on": 1}, {"on": True, "more": 1}):
+            assert error_of(world.client.post(path, json=body, headers=TOKEN), 400).error == "bad_request"
+        assert error_of(world.client.post(path, json={"on": True}), 401).error == "unauthorized"
+        assert error_of(world.client.post("/v1/engines/none/relocation", json={"on": True}, headers=TOKEN), 404)
+
+
+def test_without_a_hand_the_policy_switches_relocation_on(start_pool: Start, watch: Start) -> None:
+    """The negative control of the test above."""
+    settings = DriverSettings(scope=Scope.parse("all"), policy=PolicySettings(for_seconds=2))
+    world = World(start_pool(policy="vllm", live=0.45, churn=300, relocation=True), watch(settings))
+    with world.client:
+        world.watch.until(world.pool.id, Decision.RELOCATE)
+        assert world.state().engine.relocation is True
+
+
+def test_relocation_where_there_is_none(world: World) -> None:
+    response = world.client.post(f"/v1/engines/{world.pool.id}/relocation", json={"on": True}, headers=TOKEN)
+    assert error_of(response, 403).error == "refused"
+
+
+def test_the_state_tells_consumers_and_pauses(start_pool: Start, watch: Start) -> None:
+    settings = DriverSettings(
+        scope=Scope.parse("all"), policy=PolicySettings(for_seconds=2, require_consumer=True), consumers=("offload",)
+    )
+    world = World(start_pool(policy="lowest-any", churn=10, consumer="transfer"), watch(settings))
+    with world.client:
+        before = world.state()
+        assert (before.require_consumer, before.next_run_seconds, before.undone_reason) == (True, None, "")
+        world.watch.until(world.pool.id, Decision.COMPACT)
+        after = world.state()
+        assert after.consumers == ["offload", "transfer"]
+        assert after.next_run_seconds is not None
+        assert 0 < after.next_run_seconds <= settings.policy.cooldown_seconds
+
+
+def standing(world: World) -> Any:
+    return world.watch.driver.standing(world.watch.sample(world.pool.id))
+
+
 def test_the_state_is_the_engine_s_of_now_whoever_switched_it(world: World) -> None:
     assert world.state().engine.moving is True
     by_hand = EngineControl(world.pool.path)
