@@ -23,6 +23,8 @@ from agent.terminal.words import ASCII, UNICODE, Glyphs
 from engine_shim.errors import KvatlasError, SettingsError
 
 LEAST_SECONDS = 0.1
+TIMEOUT_SECONDS = 10.0  # of an answer; a live screen says sooner that there is none, and goes on asking
+LIVE_TIMEOUT_SECONDS = 3.0
 JSON_COLUMNS = 4096  # the finest bar: of a million blocks, 1,024 cells
 
 
@@ -54,13 +56,14 @@ def top(
         address = checked_address(agent)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    with AgentClient(address) as client:
+    glyphs = ASCII if ascii else glyphs_for(sys.stdout.encoding, locale.getencoding())
+    console = Console(highlight=False, markup=False, emoji=False)
+    live = not (once or as_json) and _can_redraw(console)
+    with AgentClient(address, timeout_seconds=LIVE_TIMEOUT_SECONDS if live else TIMEOUT_SECONDS) as client:
         if as_json:
             print(json.dumps(_once(client, address, pool, JSON_COLUMNS).to_json(), allow_nan=False))
             return 0
-        glyphs = ASCII if ascii else glyphs_for(sys.stdout.encoding, locale.getencoding())
-        console = Console(highlight=False, markup=False, emoji=False)
-        if once or not _can_redraw(console):
+        if not live:
             _print_once(client, address, pool, console, glyphs)
             return 0
         return watch(

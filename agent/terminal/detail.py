@@ -65,7 +65,8 @@ def _pool(engine: wire.EngineSummary, look: Look, glyphs: Glyphs, width: int) ->
         lines += _bar(look.cells, glyphs, width)
     lines += _legend(engine, look.cells, glyphs, width)
     lines += _numbers(engine, look, glyphs)
-    lines += [Text(f"no {part}: {glyphs.plain(why)}", "yellow") for part, why in look.missing.items()]
+    missing = {part: why for part, why in look.missing.items() if part != "alerts"}  # those have a line of their own
+    lines += [Text(f"no {part}: {glyphs.plain(why)}", "yellow") for part, why in missing.items()]
     rows, shown_head = _holders(engine, look.requests, glyphs, width)
     return Detail(lines, rows, shown_head)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agent import wire
-from agent.client import AgentClient, AgentRefused, AgentUnavailable
+from agent.client import AgentClient, AgentRefused
 from agent.terminal.bar import cells_wanted
 from agent.wire_alerts import AlertList, AlertRecord
 
@@ -70,14 +70,15 @@ def take(client: AgentClient, wanted: str | None, columns: int) -> Look:
     """Ask the agent. `wanted` is a pool, an engine with one pool or without a map, or None for the worst pool; the bar
     gets at most `columns` columns.
 
-    Raises AgentUnavailable where the list of engines is not to be had. What else fails is left out, with its reason.
+    Raises AgentUnavailable where it does not answer, or not as an agent, and AgentRefused where it does not tell its
+    engines. What else it refuses is left out, with its reason.
     """
     missing: dict[str, str] = {}
 
     def part(name: str, ask: Callable[[], Answer]) -> Answer | None:
         try:
             return ask()
-        except (AgentUnavailable, AgentRefused) as error:
+        except AgentRefused as error:
             missing[name] = str(error)
             return None
 
