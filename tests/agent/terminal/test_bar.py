@@ -60,8 +60,8 @@ def test_a_column_a_block_where_that_is_enough() -> None:
 
 
 def test_rows_hold_whole_cells() -> None:
-    states: list[BlockStateName] = [*["used"] * 4, *["free"] * 6]
-    assert rows_of(states, 8) == [["used"] * 4 + ["free"] * 4, ["free"] * 2]
+    states = stripes({"used": 1}) + stripes({"free": 1}) + stripes({"cached": 1})
+    assert rows_of(states, 8) == [states[:8], states[8:]]
 
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
