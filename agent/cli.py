@@ -213,6 +213,9 @@ def simulate(
     headroom: Annotated[float, typer.Option(envvar="KVATLAS_HEADROOM", help="Share that new sequences leave.")] = 0.10,
     max_seqs: Annotated[int, typer.Option(envvar="KVATLAS_MAX_SEQS", help="Sequences that run at once.")] = 256,
     prefix_cache: Annotated[bool, typer.Option(envvar="KVATLAS_PREFIX_CACHE", help="Keep freed prefixes.")] = True,
+    requests: Annotated[
+        int | None, typer.Option(envvar="KVATLAS_SIMULATE_REQUESTS", help="Only so many, the first; all by default.")
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", envvar="KVATLAS_SIMULATE_COMPARE", help="Table of policies at several pool sizes."),
@@ -237,13 +240,13 @@ def simulate(
     from engine_shim.pool.policies import POLICIES
     from engine_shim.simulator import DEFAULT_BLOCKS
     from engine_shim.simulator import simulate as run
-    from engine_shim.workload import load_workload
+    from engine_shim.workload import first_requests, load_workload
 
     if plot is not None and not compare:
         raise SettingsError("--plot draws a comparison; add --compare")
     if plot is not None:
         require_plotting()
-    workload = load_workload(trace)
+    workload = first_requests(load_workload(trace), requests)
     reports = [
         run(
             workload,

@@ -8,12 +8,12 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from engine_shim.errors import TraceError
+from engine_shim.errors import SettingsError, TraceError
 
 TRACE_PREFIX_TOKENS = 512  # tokens that one entry of `hash_ids` stands for
 DEFAULT_ARRIVALS_PER_SECOND = 2.0
@@ -75,6 +75,15 @@ def load_workload(trace: str | Path, *, arrivals_per_second: float = DEFAULT_ARR
         raise TraceError(f"{path} holds no request with tokens ({skipped} rows of 0 tokens)")
     requests.sort(key=lambda request: request.arrival_s)
     return Workload(str(trace), tuple(requests), skipped)
+
+
+def first_requests(workload: Workload, count: int | None) -> Workload:
+    """The first `count` requests by arrival, all where it is None or more than there are. SettingsError below 1."""
+    if count is None:
+        return workload
+    if count < 1:
+        raise SettingsError(f"requests={count}: at least one request must be served")
+    return replace(workload, requests=workload.requests[:count])
 
 
 def request_block_hashes(request: TraceRequest, block_tokens: int, *, salt: str = "") -> list[int]:

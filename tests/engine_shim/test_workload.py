@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_shim.errors import PoolError, TraceError
+from engine_shim.errors import PoolError, SettingsError, TraceError
 from engine_shim.pool.prefix import hash_prefix_blocks
 from engine_shim.workload import (
     BUNDLED_TRACES,
     TraceRequest,
+    first_requests,
     load_workload,
     prompt_content_ids,
     request_block_hashes,
@@ -40,6 +41,14 @@ def test_bundled_traces_load_by_name() -> None:
         arrivals = [request.arrival_s for request in workload.requests]
         assert arrivals == sorted(arrivals)
     assert set(BUNDLED_TRACES) == {"mooncake-conversation", "azure-conv"}
+
+
+def test_the_first_requests_of_a_trace() -> None:
+    whole = load_workload("azure-conv")
+    assert first_requests(whole, 3).requests == whole.requests[:3]
+    assert first_requests(whole, 10**6) == first_requests(whole, None) == whole
+    with pytest.raises(SettingsError, match="requests=0"):
+        first_requests(whole, 0)
 
 
 def test_jsonl_with_shared_prefixes(tmp_path: Path) -> None:
