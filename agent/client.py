@@ -40,12 +40,21 @@ class AgentClient:
 
     def __init__(self, base_url: str = DEFAULT_URL, token: str | None = None, timeout_seconds: float = 2.0) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._base_url = base_url.rstrip("/")
+        self._base_url, self._timeout_seconds = base_url.rstrip("/"), timeout_seconds
         # The agent is a neighbour: a proxy meant for the outside must not stand between.
         self._http = httpx.Client(headers=headers, timeout=timeout_seconds, trust_env=False)
 
+    @property
+    def url(self) -> str:
+        """The agent's address, with whatever user and password were given in it."""
+        return self._base_url
+
     def close(self) -> None:
         self._http.close()
+
+    def with_token(self, token: str) -> AgentClient:
+        """Another client of the same agent, which may change things; to be closed by itself."""
+        return AgentClient(self._base_url, token, self._timeout_seconds)
 
     def __enter__(self) -> Self:
         return self
