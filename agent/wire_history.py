@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from agent.wire import BlockStateName, WireModel
+from agent.wire import BlockCounts, BlockStateName, Fragmentation, WireModel
 
 
 class FrameCells(WireModel):
@@ -32,6 +32,8 @@ class FrameCells(WireModel):
     cells: int
     state: list[int]  # most frequent BlockState of the cell; ties: the higher value; 255 unknown
     counts: dict[BlockStateName, list[int]]  # blocks of the cell in each state; states that occur nowhere are left out
+    blocks: BlockCounts | None = None  # of the whole pool then
+    fragmentation: Fragmentation | None = None  # of a sleeping engine it means nothing, and a frame does not know
 
 
 class FrameTimes(WireModel):

@@ -10,7 +10,9 @@ import streamlit as st
 
 VIEW = "view"  # absent: the default one
 POOL = "pool"  # id of the chosen pool
-TIME = "time"  # an instant, Unix seconds
+TIME = "at"  # an instant, Unix seconds
+SPAN = "span"  # how much of the past is shown, one of the view's own words
+BOX = "box"  # name of a black box
 FILTER = "filter"  # text that rows must contain
 _KEPT = "address"
 

@@ -8,13 +8,14 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Path, Query, Response
 from pydantic import ValidationError
 
-from agent import wire, wire_blackbox, wire_history
+from agent import wire_blackbox, wire_history
 from agent.blackbox.contents import NANOSECONDS
 from agent.blackbox.reading import BoxDamaged, BoxReader, FoundBox, OpenBox
-from agent.fragmentation import FragmentationReport, analyze
+from agent.fragmentation import analyze
 from agent.sampling.crew import Crew
 from agent.web.cells import cut, states_by_cell
 from agent.web.errors import ApiError, json_response
+from agent.web.presenter import fragmentation
 from agent.web.waiting import off_the_loop
 from engine_shim.snapshot import MapSnapshot
 
@@ -127,18 +128,7 @@ def _map(snapshot: MapSnapshot, cells: int) -> wire_blackbox.BoxMap:
         cells=count,
         state=state,
         counts=counts,
-        fragmentation=_fragmentation(analyze(snapshot.states), known=not snapshot.flags.sleeping),
-    )
-
-
-def _fragmentation(report: FragmentationReport, *, known: bool) -> wire.Fragmentation:
-    return wire.Fragmentation(
-        rate=report.fragmentation_rate if known else None,
-        strict_rate=report.strict_fragmentation_rate if known else None,
-        largest_allocatable_run=report.largest_allocatable_run if known else 0,
-        largest_free_run=report.largest_free_run if known else 0,
-        allocatable_runs=report.allocatable_runs if known else 0,
-        run_length_histogram=list(report.run_length_histogram) if known else [],
+        fragmentation=fragmentation(analyze(snapshot.states), known=not snapshot.flags.sleeping),
     )
 
 

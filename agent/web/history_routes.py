@@ -11,12 +11,14 @@ from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
 
 from agent import wire, wire_history
+from agent.fragmentation import analyze
 from agent.history import MAX_POINTS, METRICS, History
 from agent.history.frames import FrameCorrupt
 from agent.history.reading import MAX_MARKS_READ, HistoryReader, KeptFrame
 from agent.sampling.model import Clock
 from agent.web.cells import cut, states_by_cell
 from agent.web.errors import ApiError, json_response
+from agent.web.presenter import block_counts, fragmentation
 from alerts.database import DatabaseUnusable
 
 DEFAULT_HISTORY_SECONDS = 600.0
@@ -101,7 +103,7 @@ def add_history(
                 raise _no_frame(id, at, await run_in_threadpool(reader.frame_range, id))
         except (DatabaseUnusable, FrameCorrupt) as error:
             raise _unreadable(error) from error
-        return json_response(_frame_cells(id, at, frame, cells))
+        return json_response(await run_in_threadpool(_frame_cells, id, at, frame, cells))
 
     @app.get("/v1/engines/{id}/frames/times", response_model=wire_history.FrameTimes, tags=["engines"])
     async def read_frame_times(
@@ -194,6 +196,7 @@ def _frame_cells(id: str, at_unix: float, frame: KeptFrame, cells: int) -> wire_
     total = frame.states.size
     per_cell, count = cut(total, cells)
     state, counts = states_by_cell(frame.states, per_cell, count)
+    report = analyze(frame.states)
     return wire_history.FrameCells(
         id=id,
         at_unix=at_unix,
@@ -211,6 +214,8 @@ def _frame_cells(id: str, at_unix: float, frame: KeptFrame, cells: int) -> wire_
         cells=count,
         state=state,
         counts=counts,
+        blocks=block_counts(report),
+        fragmentation=fragmentation(report),
     )
 
 

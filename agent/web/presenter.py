@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent import wire
+from agent.fragmentation import FragmentationReport
 from agent.sampling.model import PoolSample, ages_seconds
 
 _COUNTED_STATES = len(wire.STATE_NAMES)
@@ -41,22 +42,8 @@ def summarize(sample: PoolSample, now_unix: float) -> wire.EngineSummary:
         headroom_blocks=identity.headroom_blocks,
         block_tokens=identity.block_tokens,
         block_bytes=identity.block_bytes,
-        blocks=wire.BlockCounts(
-            free=report.free_blocks,
-            cached=report.cached_blocks,
-            used=report.used_blocks,
-            pinned=report.pinned_blocks,
-            reserved=report.reserved_blocks,
-            unknown=report.unknown_blocks,
-        ),
-        fragmentation=wire.Fragmentation(
-            rate=report.fragmentation_rate if known else None,
-            strict_rate=report.strict_fragmentation_rate if known else None,
-            largest_allocatable_run=report.largest_allocatable_run if known else 0,
-            largest_free_run=report.largest_free_run if known else 0,
-            allocatable_runs=report.allocatable_runs if known else 0,
-            run_length_histogram=list(report.run_length_histogram) if known else [],
-        ),
+        blocks=block_counts(report),
+        fragmentation=fragmentation(report, known=known),
         tail_waste_tokens=sample.waste.tokens if sample.waste else None,
         tail_waste_bytes=sample.waste.bytes if sample.waste else None,
         oldest_pinned_seconds=sample.oldest_pinned_seconds,
@@ -70,6 +57,29 @@ def summarize(sample: PoolSample, now_unix: float) -> wire.EngineSummary:
             queue_grows=sample.queue_grows,
         ),
         counters=dict(snapshot.counters),
+    )
+
+
+def block_counts(report: FragmentationReport) -> wire.BlockCounts:
+    return wire.BlockCounts(
+        free=report.free_blocks,
+        cached=report.cached_blocks,
+        used=report.used_blocks,
+        pinned=report.pinned_blocks,
+        reserved=report.reserved_blocks,
+        unknown=report.unknown_blocks,
+    )
+
+
+def fragmentation(report: FragmentationReport, *, known: bool = True) -> wire.Fragmentation:
+    """Left undefined where it is not `known`: the states of a sleeping engine mean nothing."""
+    return wire.Fragmentation(
+        rate=report.fragmentation_rate if known else None,
+        strict_rate=report.strict_fragmentation_rate if known else None,
+        largest_allocatable_run=report.largest_allocatable_run if known else 0,
+        largest_free_run=report.largest_free_run if known else 0,
+        allocatable_runs=report.allocatable_runs if known else 0,
+        run_length_histogram=list(report.run_length_histogram) if known else [],
     )
 
 

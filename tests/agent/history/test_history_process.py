@@ -64,6 +64,10 @@ def test_a_kill_costs_two_seconds_at_most(
     now = client.frame(engine.id)
     assert (now.total_blocks, now.cells, now.blocks_per_cell) == (64, 64, 1)
     assert now.state[10] == 2
+    assert now.blocks is not None
+    assert now.fragmentation is not None
+    assert (now.blocks.used, now.blocks.free) == (sum(now.counts["used"]), sum(now.counts["free"]))
+    assert now.fragmentation.largest_free_run == 64 - 11
     assert now.first_unix <= then.time_unix < now.time_unix
     assert client.frame(engine.id, cells=4).blocks_per_cell == 16
     times = client.frame_times(engine.id, now.first_unix, now.time_unix)
