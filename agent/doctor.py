@@ -8,10 +8,9 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from agent.alerting.rule_files import load_rules
 from agent.alerting.sinks import LOG, make_sinks
@@ -20,13 +19,12 @@ from agent.demo.supervisor import DEMO_PREFIX
 from agent.devices.model import DeviceState, LibraryState
 from agent.devices.nvml import NvmlReader, meminfo
 from agent.devices.watcher import Timing, Watcher
-from agent.sampling.discovery import name_some, scan
-from engine_shim.allocation_map.folders import MEMORY_FOLDER, file_system, is_in_memory, writer_folder
+from agent.doctor_places import examine_folder, examine_maps, examine_shared_memory, examine_writer
+from agent.findings import Finding, Level
+from agent.sampling.discovery import scan
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import KvatlasError, SettingsError
 from engine_shim.launcher import installed
-
-Level = Literal["ok", "note", "warning", "failed"]
 
 PACKAGES = (
     "numpy",
@@ -45,18 +43,10 @@ PACKAGES = (
     "plotly",
     "torch",
 )
+__all__ = ["Finding", "examine", "examine_devices", "to_json"]
+
 SCHEMA = "kvatlas.doctor/v1"
 BOXES_MIB = 256  # that black boxes take at most
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One checked thing. `action` says what to do and is "" where there is nothing to do."""
-
-    check: str
-    level: Level
-    message: str
-    action: str = ""
 
 
 def examine(folders: Sequence[Path], settings: AgentSettings) -> list[Finding]:
@@ -64,11 +54,11 @@ def examine(folders: Sequence[Path], settings: AgentSettings) -> list[Finding]:
     return [
         *_python(),
         *_distributions(installed()),
-        *(_folder(folder) for folder in folders),
-        *_writer(),
-        *_shared_memory(),
+        *(examine_folder(folder) for folder in folders),
+        examine_writer(),
+        examine_shared_memory(),
         *_demos(folders),
-        *_maps(folders),
+        *examine_maps(folders),
         _port(settings),
         _alerts(settings),
         _state(settings),
@@ -139,39 +129,6 @@ def _distributions(found: dict[str, str]) -> list[Finding]:
     return [Finding("distributions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))]
 
 
-def _folder(folder: Path) -> Finding:
-    name = f"folder {folder}"
-    if not folder.exists():
-        return Finding(name, "note", "does not exist; a writer makes it where it may")
-    if not folder.is_dir():
-        return Finding(name, "warning", "is no folder", "remove it, or set KVATLAS_DIR to another")
-    if not os.access(folder, os.R_OK | os.X_OK):
-        return Finding(name, "warning", "may not be read by this user", "run the agent in the group that owns it")
-    kind = file_system(folder) or "unknown"
-    writable = "writable" if os.access(folder, os.W_OK) else "not writable by this user"
-    if not is_in_memory(folder):
-        return Finding(name, "warning", f"{kind}, not in memory; {writable}", "mount a tmpfs there")
-    return Finding(name, "ok", f"{kind}, {writable}")
-
-
-def _writer() -> list[Finding]:
-    chosen = writer_folder()
-    if chosen.warning:
-        return [Finding("writer", "warning", chosen.warning, "set KVATLAS_DIR to a folder on a tmpfs")]
-    return [Finding("writer", "ok", f"an engine of this user would write its map to {chosen.path}")]
-
-
-def _shared_memory() -> list[Finding]:
-    if not MEMORY_FOLDER.is_dir():
-        return [Finding("shared memory", "note", f"{MEMORY_FOLDER} does not exist")]
-    usage = shutil.disk_usage(MEMORY_FOLDER)
-    message = f"{MEMORY_FOLDER}: {usage.free / 2**20:,.0f} MiB free of {usage.total / 2**20:,.0f} MiB"
-    if usage.total <= 64 * 2**20:
-        action = "a map takes about 18 bytes a block and 3 MiB; give the container more (--shm-size) for large pools"
-        return [Finding("shared memory", "warning", message, action)]
-    return [Finding("shared memory", "ok", message)]
-
-
 def _demos(folders: Sequence[Path]) -> list[Finding]:
     """A demo's maps lie in a folder of its own, where no agent but its own looks."""
     findings = []
@@ -196,29 +153,6 @@ def _is_written(path: Path) -> bool:
             reader.close()
     except (KvatlasError, OSError):
         return False
-
-
-def _maps(folders: Sequence[Path]) -> list[Finding]:
-    found = scan(folders)
-    findings = [Finding("map", "warning", line, "see the reason") for line in name_some(found.unreadable, found.more)]
-    for one in found.maps:
-        try:
-            reader = MapReader(one.path)
-            try:
-                alive = "its writer lives" if reader.writer_alive() else "its writer is gone"
-                identity = reader.identity
-            finally:
-                reader.close()
-        except (KvatlasError, OSError) as error:
-            findings.append(Finding(f"map {one.id}", "warning", str(error), "see the reason"))
-            continue
-        message = f"{identity.model}, {identity.total_blocks:,} blocks, pid {identity.pid}, {alive}"
-        findings.append(Finding(f"map {one.id}", "ok", message))
-    if not findings:
-        action = "start an engine with the shim, or `kvatlas demo`; check KVATLAS_DIR on both sides"
-        where = ", ".join(map(str, folders))
-        findings.append(Finding("maps", "note", f"none found in {where}", action))
-    return findings
 
 
 def _port(settings: AgentSettings) -> Finding:
