@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_shim.reference.block_copy import BlockCopier
 from engine_shim.reference.geometry import TEST_GEOMETRY
@@ -73,6 +76,32 @@ def test_any_copies_in_any_memory(order: list[int], count: int, seed: int) -> No
     copier.copy(np.array(sources), np.array(destinations))
     host.copy_blocks(list(zip(sources, destinations, strict=True)))
     assert contents(host) == contents(device) == expected
+
+
+class Launched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """The names of the operators that were called, as a device would be asked for them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("room", "pieces"), [(12, 1), (2, 6)])
+def test_a_device_is_asked_for_one_gather_and_one_scatter(room: int, pieces: int) -> None:
+    """Of all layers together; more only where temporary memory is short."""
+    cache = numbered()
+    copier = BlockCopier(cache.blocks, None, max_bytes=room * cache.block_bytes)
+    with Launched() as launched:
+        copier.copy(np.arange(0, 12), np.arange(12, 24))
+    work = [name for name in launched.names if "index" in name or "copy" in name or "gather" in name]
+    assert work == ["aten::index_select", "aten::index_copy_"] * pieces
+    assert contents(cache) == [*range(12), *range(12)]
 
 
 def test_saved_contents_come_back(device: str) -> None:
