@@ -124,18 +124,18 @@ class Player:
         )
 
     def go(
-        self, *, position_unix: float | None = None, speed: float | None = None, paused: bool | None = None
+        self, *, position_ns: int | None = None, speed: float | None = None, paused: bool | None = None
     ) -> wire.ReplayStatus:
         """Change the place, the speed, or whether it goes on. Raises RecordingError where the place is damaged, and
         then stays where it was."""
         with self._going:
             opened = None
-            if position_unix is not None:
-                target = self._within(round(position_unix * NANOSECONDS))
+            if position_ns is not None:
+                target = self._within(position_ns)
                 opened = self._open(target)
             with self._changed:
                 now = self._monotonic()
-                at = self.position_ns if position_unix is None else target
+                at = self.position_ns if position_ns is None else target
                 old = self._pace
                 self._pace = _Pace(
                     at, now, old.speed if speed is None else speed, old.paused if paused is None else paused

@@ -197,7 +197,7 @@ class Recorder:
     def _line_ns(self, now: float) -> int:
         """The time line: Unix time as of the beginning, and from there on by a clock that is never set."""
         wall, monotonic = self._began
-        return round((wall + now - monotonic) * NANOSECONDS)
+        return round(wall * NANOSECONDS) + round((now - monotonic) * NANOSECONDS)
 
 
 def record(

@@ -9,6 +9,7 @@ from fastapi import Depends, FastAPI, Request, Response
 
 from agent import wire
 from agent.sampling.crew import Crew
+from agent.sampling.model import NANOSECONDS
 from agent.web.errors import ApiError, json_response
 from agent.web.waiting import off_the_loop
 from engine_shim.errors import TraceError
@@ -23,7 +24,7 @@ class Plays(Protocol):
     def status(self) -> wire.ReplayStatus: ...
 
     def go(
-        self, *, position_unix: float | None = None, speed: float | None = None, paused: bool | None = None
+        self, *, position_ns: int | None = None, speed: float | None = None, paused: bool | None = None
     ) -> wire.ReplayStatus:
         """Raises TraceError where the place cannot be read."""
         ...
@@ -43,7 +44,8 @@ def add_replay(app: FastAPI, player: Plays, require_writer: Callable[[Request], 
         """Go to another place, at another speed, or stop and go on. What is not given stays."""
 
         def ask() -> wire.ReplayStatus:
-            return player.go(position_unix=order.position_unix, speed=order.speed, paused=order.paused)
+            place = None if order.position_unix is None else round(order.position_unix * NANOSECONDS)
+            return player.go(position_ns=place, speed=order.speed, paused=order.paused)
 
         try:
             return json_response(await off_the_loop(crew, ask, "api-replay", f"{WAITING} wait for the replay already"))

@@ -12,6 +12,8 @@ import typer.main
 
 from agent.cli import app
 from agent.commands.plan import plan
+from agent.commands.record import record_command
+from agent.commands.replay import replay
 from agent.commands.top import top
 from agent.config import AgentSettings, has_flag, variable
 from agent.demo.run import demo
@@ -75,6 +77,8 @@ def test_documented_flags_and_defaults_of_the_commands_are_right(documented: dic
     late.command()(demo)
     late.command()(plan)
     late.command()(top)
+    late.command()(record_command)
+    late.command()(replay)
     seen = set()
     for option in (*options(typer.main.get_command(app)), *options(typer.main.get_command(late))):
         seen.add(option.envvar)
