@@ -14,6 +14,7 @@ from agent import wire, wire_alerts, wire_blackbox, wire_devices, wire_history
 from engine_shim.errors import KvatlasError
 
 DEFAULT_URL = "http://127.0.0.1:9477"
+SINK_PATIENCE_SECONDS = 30.0  # receivers have 10 s by default
 RUN_GRACE_SECONDS = 15.0  # beyond a run's own time: the engine comes to its step boundaries, and the agent answers
 BOX_SECONDS = 15.0
 
@@ -169,6 +170,12 @@ class AgentClient:
     def alerts(self) -> wire_alerts.AlertList:
         """Open alerts and the last ones that are over, with the mutes and how delivery stands."""
         return self._get(wire_alerts.AlertList, "/v1/alerts")
+
+    def test_sink(self, order: wire_alerts.SinkTrialOrder) -> wire_alerts.SinkTrial:
+        """Have a test message sent, and wait for the receiver; needs the token where the agent has one."""
+        return self._ask(
+            wire_alerts.SinkTrial, "POST", "/v1/alerts/test", json=order.model_dump(), timeout=SINK_PATIENCE_SECONDS
+        )
 
     def devices(self) -> wire_devices.DeviceList:
         """GPUs and who holds their memory, the host's memory, and torch's allocators."""

@@ -84,3 +84,24 @@ class MuteOrder(BaseModel):
 class MuteList(WireModel):
     schema_: Literal["kvatlas.mutes/v1"] = Field(default="kvatlas.mutes/v1", alias="schema")
     mutes: list[MuteRecord]  # the one that ends first, first
+
+
+class SinkTrialOrder(BaseModel):
+    """Which receiver to send a test message to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sink: str = Field(description="name of a receiver, as in `sinks` of GET /v1/alerts")
+    author: str = Field(default="", max_length=200, description="who asks for it; stands in the message")
+
+
+class SinkTrial(WireModel):
+    """What came of one test message."""
+
+    schema_: Literal["kvatlas.alerts-test/v1"] = Field(default="kvatlas.alerts-test/v1", alias="schema")
+    sink: str
+    sent: bool
+    seconds: float
+    reason: str  # why it did not arrive: a word of a closed set
+    status: int | None  # of HTTP
+    then: str  # what the agent would do with an alert after that

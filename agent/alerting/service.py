@@ -13,6 +13,7 @@ from agent.alerting.feed import PoolFeed
 from agent.alerting.own import Delivery, OwnFeed
 from agent.alerting.rule_files import load_rules
 from agent.alerting.sinks import LOG, SLACK, make_sinks
+from agent.alerting.trial import Trial, send_trial
 from agent.compaction.driver import CompactionDriver
 from agent.config import AgentSettings
 from agent.devices.model import NOTHING_READ, DevicesView
@@ -54,6 +55,8 @@ class Alerting:
         clock = clock or Clock()
         name = agent_name or socket.gethostname()
         self.store = store
+        self._sinks = {sink.name: sink for sink in sinks}
+        self._list_page = list_page
         self.pipeline = Pipeline(store, sinks, clock, list_url=lambda: list_page or None)
         self.evaluator = Evaluator(
             rules,
@@ -129,6 +132,14 @@ class Alerting:
     def outcomes(self) -> Mapping[tuple[str, str], int]:
         """What became of messages and changes, by sink and outcome."""
         return self.pipeline.outcomes()
+
+    def try_sink(self, name: str, asked_for_by: str, now_unix: float) -> Trial:
+        """Send one test message to a receiver, and wait for it. Raises KeyError where none is called that.
+
+        Sinks open a connection for each message, so that their couriers need not be asked first.
+        """
+        told = {"asked_for_by": asked_for_by}
+        return send_trial(self._sinks[name], asked_for_by=told, link=self._list_page or None, now_unix=now_unix)
 
     def _deliveries(self) -> list[Delivery]:
         outcomes = self.pipeline.outcomes()

@@ -6,19 +6,16 @@ import getpass
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from agent import wire_alerts as wire
 from agent.alerting.rule_files import DEFAULT_FILE, default_rules, load_rules
-from agent.alerting.settings import AlertSettings
 from agent.alerting.sinks import NAMES, make_sinks
+from agent.alerting.trial import send_trial
 from agent.client import AgentClient, checked_address
 from agent.config import AgentSettings, variable
-from alerts.model import Alert, Severity
-from alerts.notice import Entry, News, Notice
 from alerts.rules import Rule
-from alerts.sinks.base import Sent, clean
+from alerts.sinks.base import clean
 from alerts.units import Unit, parse, tell, tell_seconds
 from engine_shim.errors import KvatlasError, SettingsError
 
@@ -82,36 +79,13 @@ def send_test(name: str, settings: AgentSettings) -> dict[str, Any]:
         setting = {"log": "alert_log", "alertmanager": "alertmanager_url", "slack": "slack_webhook_url"}
         missing = variable(setting.get(name, "webhook_url"))
         raise SettingsError(f"{name} is not set up; set {missing} as for the agent, or give --config its file")
-    began = time.monotonic()
-    outcome = sinks[0].send(_test_notice(settings))
-    seconds = time.monotonic() - began
-    if not isinstance(outcome, Sent):
-        status = f", HTTP {outcome.status}" if outcome.status is not None else ""
-        kind = type(outcome).__name__.lower()
-        what = {"retry": "the agent would try again", "shrink": "the agent would send it as short plain text"}
-        then = what.get(kind, "the agent would give it up")
-        raise SinkFailed(f"{name} did not take the message ({outcome.reason.value}{status}); {then}")
-    return {"schema": TEST_SCHEMA, "sink": name, "sent": True, "seconds": round(seconds, 3)}
-
-
-def _test_notice(settings: AlertSettings) -> Notice:
-    now = time.time()
-    alert = Alert(
-        fingerprint="0" * 16,
-        episode=f"test-{round(now * 1000):x}",
-        rule="kvatlas-test",
-        severity=Severity.INFO,
-        labels=MappingProxyType({"asked_for_by": _user()}),
-        value=None,
-        value_text="none",
-        threshold_text="",
-        summary="This is a test of KVAtlas",
-        meaning="Alerts of the agent arrive here. Nothing is wrong.",
-        action="Nothing.",
-        started_at=now,
-        link=settings.alert_page or None,
+    made = send_trial(
+        sinks[0], asked_for_by={"asked_for_by": _user()}, link=settings.alert_page or None, now_unix=time.time()
     )
-    return Notice(at=now, entries=(Entry(alert, News.FIRING, 1),))
+    if not made.sent:
+        status = f", HTTP {made.status}" if made.status is not None else ""
+        raise SinkFailed(f"{name} did not take the message ({made.reason}{status}); {made.then}")
+    return {"schema": TEST_SCHEMA, "sink": name, "sent": True, "seconds": round(made.seconds, 3)}
 
 
 def connect(url: str, token: str | None, token_file: Path | None) -> AgentClient:

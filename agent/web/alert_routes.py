@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Path, Request, Response
@@ -21,6 +22,7 @@ from alerts.mutes import Mute
 from alerts.state import AlertState
 
 MAX_MUTES = 200
+TRIALS = 2  # test messages at once: each may take its receiver's whole time
 WAITING = 16  # requests that wait for the store at once: it has a lock, which is held while it writes to the disk
 MuteId = Annotated[str, Path(description="id of a mute, as GET /v1/mutes lists it", max_length=64)]
 
@@ -29,7 +31,7 @@ def add_alerts(
     app: FastAPI, alerting: Alerting, require_writer: Callable[[Request], Awaitable[None]], clock: Clock
 ) -> None:
     """`require_writer` raises ApiError for who may not change anything."""
-    crew = Crew(WAITING)
+    crew, trials = Crew(WAITING), Crew(TRIALS)
 
     async def apart(ask: Callable[[], Answer]) -> Answer:
         return await off_the_loop(crew, ask, "api-alerts", f"{WAITING} requests wait for the store of alerts already")
@@ -38,6 +40,28 @@ def add_alerts(
     async def alerts() -> Response:
         """Every open alert and the last ones that are over, with the mutes and how delivery stands."""
         return json_response(await apart(lambda: describe(alerting, clock.wall())))
+
+    @app.post("/v1/alerts/test", response_model=wire.SinkTrial, tags=["alerts"], dependencies=[Depends(require_writer)])
+    async def test(order: wire.SinkTrialOrder) -> Response:
+        """Send one test message to a receiver, as it is set up, and say whether it took it."""
+        names = list(alerting.pipeline.health())
+        if order.sink not in names:
+            there = ", ".join(names) or "none"
+            raise ApiError(404, "not_found", "there is no such receiver", f"give one that is set up: {there}")
+        author = order.author or "the API"
+        busy = f"{TRIALS} test messages are under way already"
+        ask = partial(alerting.try_sink, order.sink, author, clock.wall())
+        made = await off_the_loop(trials, ask, "api-alerts-test", busy)
+        return json_response(
+            wire.SinkTrial(
+                sink=made.sink,
+                sent=made.sent,
+                seconds=round(made.seconds, 3),
+                reason=made.reason,
+                status=made.status,
+                then=made.then,
+            )
+        )
 
     @app.get("/v1/mutes", response_model=wire.MuteList, tags=["alerts"])
     async def mutes() -> Response:

@@ -17,6 +17,8 @@ from agent.web.api import ApiContext, create_app
 from agent.web.security import WriteGuard
 from alerts.model import ChangeKind
 from alerts.sinks.log import LogSink
+from alerts.sinks.secret_url import SecretUrl
+from alerts.sinks.webhook import WebhookSink
 
 MakeScene = Callable[..., Any]
 TOKEN = {"Authorization": "Bearer secret"}
@@ -187,3 +189,29 @@ def test_metrics_count_open_alerts_and_messages(world: World) -> None:
     world.fill()
     world.scene.fires("pool-nearly-full")
     assert 'kvatlas_alerts{severity="warning",state="firing"} 1.0' in lines()
+
+
+def test_a_test_message_says_whether_it_arrives(scene: MakeScene) -> None:
+    nobody = WebhookSink("webhook", SecretUrl("http://127.0.0.1:1/secret-path", what="webhook_url"), proxy="none")
+    world = World(scene(sinks=[LogSink("log"), nobody]))
+    with world.client:
+
+        def trial(sink: str, **more: Any) -> Any:
+            return world.client.post("/v1/alerts/test", json={"sink": sink, **more}, headers=TOKEN)
+
+        arrived = wire.SinkTrial.model_validate_json(trial("log", author="ann").content)
+        assert (arrived.sent, arrived.reason, arrived.status, arrived.then) == (True, "", None, "")
+        lost = trial("webhook")
+        failed = wire.SinkTrial.model_validate_json(lost.content)
+        assert (failed.sent, failed.reason, failed.then) == (False, "unreachable", "the agent would try again")
+        assert "secret-path" not in lost.text
+        assert world.alerts().open == []  # it is no alert, and nothing waits to be sent
+        assert [sink.waiting for sink in world.alerts().sinks] == [0, 0]
+        unknown = trial("http://hooks.example/secret")
+        assert unknown.status_code == 404
+        assert "secret" not in unknown.text
+        assert unknown.json()["action"] == "give one that is set up: log, webhook"
+        half = b'{"sink": "log", "author": "\\ud800"}'
+        headers = TOKEN | {"Content-Type": "application/json"}
+        assert world.client.post("/v1/alerts/test", content=half, headers=headers).status_code in (200, 400)
+        assert world.client.post("/v1/alerts/test", json={"sink": "log"}).status_code == 401
