@@ -8,17 +8,16 @@ import streamlit as st
 
 from dashboard import address
 from dashboard.context import Context
-from dashboard.header import chosen_view, paused, show_header, whole_run
+from dashboard.header import chosen_view, paused, show_header
 from dashboard.palette import theme_named
-from dashboard.source import REFRESH_SECONDS, client
+from dashboard.source import client
 
 st.set_page_config(page_title="KVAtlas", layout="wide")
 st.html(f"<style>{resources.files('dashboard').joinpath('page.css').read_text(encoding='utf-8')}</style>")
 address.keep()
 
-# Fragments end with each refresh, so nothing piles up; a loop here would keep every message it ever sent.
-with whole_run():
-    st.fragment(show_header, run_every=None if paused() else REFRESH_SECONDS)()
+# What goes on is in fragments, which end with each refresh; a loop would keep every message it ever sent.
+show_header()
 view = chosen_view()
 context = Context(
     theme=theme_named(st.context.theme.type), paused=paused(), pool=address.get(address.POOL), client=client()

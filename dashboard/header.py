@@ -1,9 +1,8 @@
-"""Above every view: links to the views, the pool picker, the pause switch, and the banners."""
+"""Above every view: the choice of view and pool, the pause switch, and the banners."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import streamlit as st
 
@@ -11,53 +10,29 @@ from agent.client import AgentRefused, AgentUnavailable
 from agent.wire import EngineList, EngineSummary, UnmappedEngine
 from dashboard import address, conditions, engine_metrics
 from dashboard.context import show_condition
-from dashboard.source import client, source, timed
+from dashboard.source import REFRESH_SECONDS, client, source, timed
 
 # Each is a module of dashboard.views.
 VIEWS = ("fleet", "pool", "time", "requests", "compaction", "memory", "alerts")
 DEFAULT_VIEW = "pool"
-WITHOUT_POOL = ("fleet", "memory", "alerts")  # these have something to show where no pool is chosen
+WITHOUT_POOL = ("fleet", "time", "memory", "alerts")  # these have something to show where the pool is not there
 # While this stands, page.css hides the view below, which is drawn apart: no old number outlives a banner.
 NOTHING_BELOW = '<span class="kv-nothing-below"></span>'
-_PAUSED = "paused"
-_PICKER = "pool_picker"
+_PAUSE_SWITCH = "pause_switch"
+_POOL_PICKER = "pool_picker"
 _VIEW_PICKER = "view_picker"
-_WHOLE_RUN = "in_whole_run"
-_SHOWN = "shown"  # view and pool of the last run of the whole page
 
 
 def show_header() -> None:
-    """One refresh of what stands above the view. Meant to run as a fragment."""
-    with timed("header"):
-        listing, trouble = _engines()
-        with st.container(key="head", horizontal=True, vertical_alignment="center"):
-            st.html('<div class="kv-title">KVAtlas</div>', width="content")
-            view = _pick_view()
-            chosen = _pick(listing.engines if listing else [], listing.unmapped if listing else [])
-            _pause_switch()
-        if (view, chosen) != st.session_state.get(_SHOWN) and not st.session_state.get(_WHOLE_RUN):
-            st.rerun()  # the view below follows at once
-        engine = next((e for e in listing.engines if e.id == chosen), None) if listing else None
-        unmapped = next((e for e in listing.unmapped if e.id == chosen), None) if listing else None
-        with st.container(key="banners"):
-            # Before the banner: a browser may draw between the two.
-            if listing is None or (view not in WITHOUT_POOL and engine is None and unmapped is None):
-                st.html(NOTHING_BELOW)
-            if paused():
-                st.info("**Paused.** The page shows everything as it was when it was paused. Switch off to go on.")
-            for condition in trouble or _conditions(listing, engine or unmapped, chosen):
-                show_condition(condition)
-
-
-@contextmanager
-def whole_run() -> Iterator[None]:
-    """Around the header in a run of the whole page: a choice made in it is followed by that same run."""
-    st.session_state[_WHOLE_RUN] = True
-    try:
-        yield
-    finally:
-        st.session_state[_WHOLE_RUN] = False
-        st.session_state[_SHOWN] = (chosen_view(), address.get(address.POOL))
+    """The choices, drawn when the whole page runs, as each of them has it do; and the banners, refreshed."""
+    listing, _ = _engines()
+    known = _known(listing)
+    with st.container(key="head", horizontal=True, vertical_alignment="center"):
+        st.html('<div class="kv-title">KVAtlas</div>', width="content")
+        _pick_view()
+        _pick_pool(known, listing.engines if listing else [])
+        st.toggle("Pause", key=_PAUSE_SWITCH, help="Stop refreshing, to look at one instant")
+    st.fragment(_banners, run_every=None if paused() else REFRESH_SECONDS)(known)
 
 
 def chosen_view() -> str:
@@ -68,14 +43,31 @@ def chosen_view() -> str:
 
 def open_view(view: str, pool: str | None = None) -> None:
     """Go to a view, and to a pool where one is named; ends this run."""
-    _name_view(view)
+    address.put(address.VIEW, None if view == DEFAULT_VIEW else view)
     if pool is not None:
         address.put(address.POOL, pool)
     st.rerun()
 
 
 def paused() -> bool:
-    return bool(st.session_state.get(_PAUSED))
+    return bool(st.session_state.get(_PAUSE_SWITCH))
+
+
+def _banners(known: frozenset[str]) -> None:
+    """One refresh. `known` are the pools that the picker offers: others run the whole page again."""
+    with timed("banners"):
+        listing, trouble = _engines()
+        if listing is not None and _known(listing) != known:
+            st.rerun()
+        chosen = address.get(address.POOL)
+        with st.container(key="banners"):
+            # Before the banner: a browser may draw between the two.
+            if listing is None or (chosen_view() not in WITHOUT_POOL and chosen not in known):
+                st.html(NOTHING_BELOW)
+            if paused():
+                st.info("**Paused.** The page shows everything as it was when it was paused. Switch off to go on.")
+            for condition in trouble if listing is None else _conditions(listing, chosen):
+                show_condition(condition)
 
 
 def _engines() -> tuple[EngineList | None, list[conditions.Condition]]:
@@ -87,9 +79,14 @@ def _engines() -> tuple[EngineList | None, list[conditions.Condition]]:
         return None, [conditions.refused(error)]
 
 
-def _pick_view() -> str:
-    view = chosen_view()
-    st.session_state[_VIEW_PICKER] = view  # it may have been opened elsewhere on the page
+def _known(listing: EngineList | None) -> frozenset[str]:
+    if listing is None:
+        return frozenset()
+    return frozenset(each.id for each in listing.engines) | {each.id for each in listing.unmapped}
+
+
+def _pick_view() -> None:
+    _follow(_VIEW_PICKER, chosen_view())
     st.segmented_control(
         "View",
         VIEWS,
@@ -99,51 +96,42 @@ def _pick_view() -> str:
         on_change=_view_picked,
         label_visibility="collapsed",
     )
-    return view
 
 
 def _view_picked() -> None:
-    _name_view(st.session_state[_VIEW_PICKER])
-
-
-def _name_view(view: str) -> None:
+    view = st.session_state[_VIEW_PICKER]
     address.put(address.VIEW, None if view == DEFAULT_VIEW else view)
 
 
-def _pause_switch() -> None:
-    before = paused()
-    if st.toggle("Pause", key="pause_switch", help="Stop refreshing, to look at one instant") != before:
-        st.session_state[_PAUSED] = not before
-        st.rerun()  # the whole page: how often a fragment runs is decided where it is called
-
-
-def _pick(engines: Sequence[EngineSummary], unmapped: Sequence[UnmappedEngine]) -> str | None:
+def _pick_pool(known: Iterable[str], engines: Iterable[EngineSummary]) -> None:
     """The pool chosen before stays chosen, listed or not: an operator's choice is not ours to change."""
-    known = [*(engine.id for engine in engines), *(engine.id for engine in unmapped)]
     chosen = address.get(address.POOL)
-    if chosen is None and known:
-        worst = conditions.most_in_need(engines)
-        chosen = worst.id if worst else known[0]
-        address.put(address.POOL, chosen)
     if chosen is None:
-        return None
-    st.session_state[_PICKER] = chosen  # it may have been chosen elsewhere on the page
+        worst = conditions.most_in_need(list(engines))
+        chosen = worst.id if worst else min(known, default=None)
+        if chosen is None:
+            return
+        address.put(address.POOL, chosen)
+    _follow(_POOL_PICKER, chosen)
     st.selectbox(
-        "Pool", sorted({*known, chosen}), key=_PICKER, on_change=_picked, label_visibility="collapsed", width="stretch"
+        "Pool", sorted({*known, chosen}), key=_POOL_PICKER, on_change=_pool_picked, label_visibility="collapsed"
     )
-    return chosen
 
 
-def _picked() -> None:
-    address.put(address.POOL, st.session_state[_PICKER])
+def _pool_picked() -> None:
+    address.put(address.POOL, st.session_state[_POOL_PICKER])
 
 
-def _conditions(
-    listing: EngineList | None, engine: EngineSummary | UnmappedEngine | None, chosen: str | None
-) -> list[conditions.Condition]:
-    if listing is None:
-        return []
+def _follow(picker: str, chosen: str) -> None:
+    """Another part of the page may have chosen. Set where it differs alone, so that no click is overtaken."""
+    if st.session_state.get(picker) != chosen:
+        st.session_state[picker] = chosen
+
+
+def _conditions(listing: EngineList, chosen: str | None) -> list[conditions.Condition]:
     found = [conditions.unreadable_maps(listing.agent.unreadable)] if listing.agent.unreadable else []
+    everything: list[EngineSummary | UnmappedEngine] = [*listing.engines, *listing.unmapped]
+    engine = next((each for each in everything if each.id == chosen), None)
     if isinstance(engine, UnmappedEngine):
         return engine_metrics.unmapped_conditions(engine) + found
     if engine is not None:

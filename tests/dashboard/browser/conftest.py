@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -20,6 +22,8 @@ FLAGS = [
     "--disable-sync",
 ]
 PATIENCE_MS = 60_000
+CHECKS = Path(__file__).with_name("checks.js")
+MOST_TAB_STOPS = 200
 expect.set_options(timeout=PATIENCE_MS)
 
 
@@ -48,9 +52,40 @@ class Window:
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self._asked(request.url))
 
-    def open(self, pool: str = "") -> Page:
-        self.page.goto(self.home + (f"?pool={pool}" if pool else ""))
+    def open(self, pool: str = "", **address: str) -> Page:
+        """A view of a pool: `address` is the rest of the query, such as view="requests"."""
+        query = ({"pool": pool} if pool else {}) | address
+        self.page.goto(self.home + (f"?{urlencode(query)}" if query else ""))
         return self.page
+
+    def to_view(self, name: str) -> None:
+        """Choose a view in the header, and wait until it is the one that is shown."""
+        self.page.locator(".st-key-view_picker").get_by_text(name.capitalize(), exact=True).click()
+        self.page.locator(f".st-key-view_{name}").wait_for()
+
+    def check(self) -> None:
+        """What every view must hold as it stands now: no text cut off, nothing beside the window, contrast of 4.5."""
+        assert self._found("clipped()") == []
+        assert self._found("faint()") == []
+
+    def check_keyboard(self) -> None:
+        """All that a pointer can operate is reached by the Tab key (in a group: its members by arrow keys)."""
+        self._load_checks()
+        self.page.evaluate("() => { document.activeElement?.blur(); getSelection().removeAllRanges(); }")
+        for _ in range(MOST_TAB_STOPS):
+            self.page.keyboard.press("Tab")
+            if not self.page.evaluate("() => kvatlasChecks.step()"):
+                break
+        assert self._found("unreached()") == []
+
+    def _found(self, check: str) -> list[str]:
+        self._load_checks()
+        found: list[str] = self.page.evaluate(f"() => kvatlasChecks.{check}")
+        return found
+
+    def _load_checks(self) -> None:
+        if not self.page.evaluate("() => 'kvatlasChecks' in window"):
+            self.page.evaluate(CHECKS.read_text(encoding="utf-8"))
 
     def drawn(self, figure: str = MAP) -> int:
         return int(self.page.locator(figure).get_attribute("data-drawn") or 0)
