@@ -10,11 +10,12 @@ from urllib.parse import quote, urlsplit
 import httpx
 from pydantic import ValidationError
 
-from agent import wire, wire_alerts, wire_blackbox, wire_devices, wire_history
+from agent import wire, wire_alerts, wire_blackbox, wire_devices, wire_history, wire_plan
 from engine_shim.errors import KvatlasError
 
 DEFAULT_URL = "http://127.0.0.1:9477"
 SINK_PATIENCE_SECONDS = 30.0  # receivers have 10 s by default
+PLAN_SECONDS = 15.0  # advice on a config of thousands of layers
 RUN_GRACE_SECONDS = 15.0  # beyond a run's own time: the engine comes to its step boundaries, and the agent answers
 BOX_SECONDS = 15.0
 
@@ -180,6 +181,18 @@ class AgentClient:
     def devices(self) -> wire_devices.DeviceList:
         """GPUs and who holds their memory, the host's memory, and torch's allocators."""
         return self._get(wire_devices.DeviceList, "/v1/devices")
+
+    def plan_choices(self) -> wire_plan.PlanChoices:
+        """What a plan can name: models, GPUs, number formats."""
+        return self._get(wire_plan.PlanChoices, "/v1/plan")
+
+    def plan(self, asked: Mapping[str, Any]) -> wire_plan.PlanAnswer:
+        """A plan for the fields that POST /v1/plan takes; needs the token where the agent has one."""
+        return self._ask(wire_plan.PlanAnswer, "POST", "/v1/plan", json=dict(asked), timeout=PLAN_SECONDS)
+
+    def advice(self, id: str) -> wire_plan.LiveAdvice:
+        """What to change in an engine that runs, from its map."""
+        return self._get(wire_plan.LiveAdvice, _engine_path(id) + "/advice")
 
     def mutes(self) -> wire_alerts.MuteList:
         return self._get(wire_alerts.MuteList, "/v1/mutes")

@@ -4,64 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, FastAPI, Path, Request, Response
-from pydantic import ConfigDict, Field
 
-from agent import wire
-from agent.capacity.geometry import Confidence
+from agent.capacity.formats import KV_FORMATS, WEIGHT_FORMATS
+from agent.capacity.gpus import GPUS
 from agent.capacity.live import live_pool
 from agent.capacity.live import to_json as live_json
+from agent.capacity.presets import PRESETS
 from agent.capacity.reading import LayoutUnknown
 from agent.capacity.request import PlanRequest
 from agent.capacity.words import refusal
 from agent.sampling.model import PoolSample
 from agent.web.errors import ApiError, json_response
+from agent.wire_plan import LiveAdvice, PlanAnswer, PlanCard, PlanChoices
 from engine_shim.errors import SettingsError
 
 ROUTE = "/v1/plan"
 
 PoolId = Annotated[str, Path(description="id of a pool, or of an engine with one", max_length=512)]
-
-
-class PlanAnswer(wire.WireModel):
-    """The plan, under the keys that scripts may rely on; more stand beside them, as in `kvatlas plan --json`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    schema_: str = Field(alias="schema")
-    model: str
-    attention: str | None
-    kv_bytes_per_token: int | None
-    kv_bytes_per_token_ideal: int | None
-    kv_bytes_per_block: int | None
-    state_bytes_per_sequence: int | None
-    memory: dict[str, Any] | None
-    num_blocks: int | None
-    pool_tokens: int | None
-    max_concurrent_sequences: int | None
-    fits: bool | None
-    confidence: Confidence
-    warnings: list[str]
-    arithmetic: list[str]
-    advice: list[dict[str, Any]] | None = None
-    advice_together: dict[str, Any] | None = None
-
-
-class LiveAdvice(wire.WireModel):
-    """What to change in an engine that runs, from its map."""
-
-    schema_: str = Field(alias="schema")
-    engine: str
-    model: str
-    memory_is_short: bool
-    verdict: str
-    pool_bytes: int
-    live_share: float
-    options: list[dict[str, Any]]
-    planned: dict[str, Any] | None
-    planned_options: list[dict[str, Any]] | None
 
 
 def add_planning(
@@ -77,6 +39,22 @@ def add_planning(
         found = sample(id)
         pool = live_pool(found.snapshot, found.report, found.waste.tokens if found.waste else None)
         return json_response(LiveAdvice.model_validate(live_json(pool)))
+
+    @app.get(ROUTE, response_model=PlanChoices, tags=["capacity"])
+    async def choices() -> Response:
+        """Models, GPUs and number formats that a plan can name."""
+        cards = [
+            PlanCard(name=one.name, memory_bytes=one.memory_bytes, estimated=one.estimated, source=one.source)
+            for one in GPUS.values()
+        ]
+        return json_response(
+            PlanChoices(
+                presets=list(PRESETS),
+                gpus=cards,
+                kv_dtypes=["auto", *KV_FORMATS],
+                weight_dtypes=["auto", *WEIGHT_FORMATS],
+            )
+        )
 
     @app.post(ROUTE, response_model=PlanAnswer, tags=["capacity"], dependencies=[Depends(require_writer)])
     async def plan(asked: PlanRequest) -> Response:

@@ -246,3 +246,19 @@ def test_the_route_advises_an_engine_that_runs(client: TestClient) -> None:
     assert answer["live_share"] == pytest.approx(5 / 9)
     assert {one["option"] for one in answer["options"]} >= {"kv-fp8", "block-size", "allocation-policy"}
     assert client.get("/v1/engines/nobody/advice").status_code == 404
+
+
+def test_every_choice_that_is_offered_is_one(client: TestClient) -> None:
+    choices = client.get("/v1/plan", headers={"authorization": ""}).json()
+    assert choices["schema"] == "kvatlas.plan-choices/v1"
+    assert {"llama-3.1-8b", "deepseek-v3"} <= set(choices["presets"])
+    assert {one["name"]: one["memory_bytes"] for one in choices["gpus"]}["A100-80GB"] == int(79.14 * 2**30)
+    # fp8_ds_mla is for the layers of DeepSeek alone; a card that shares the host's memory wants its part named.
+    asked = [{"preset": "llama-2-7b", "kv_dtype": one} for one in choices["kv_dtypes"] if one != "fp8_ds_mla"]
+    asked += [{"preset": "llama-2-7b", "weight_dtype": one} for one in choices["weight_dtypes"]]
+    asked += [{"preset": one, "gpu": "H100-80GB", "advise": True} for one in choices["presets"]]
+    asked += [
+        {"preset": "llama-2-7b", "gpu": one["name"]} for one in choices["gpus"] if one["memory_bytes"] is not None
+    ]
+    refused = [(one, answer.text) for one in asked if (answer := client.post("/v1/plan", json=one)).status_code != 200]
+    assert refused == []
