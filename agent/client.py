@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 from pydantic import ValidationError
 
-from agent import wire, wire_alerts, wire_blackbox, wire_devices, wire_history, wire_plan
+from agent import wire, wire_alerts, wire_blackbox, wire_devices, wire_history, wire_plan, wire_profile
 from engine_shim.errors import KvatlasError
 
 DEFAULT_URL = "http://127.0.0.1:9477"
@@ -75,8 +75,16 @@ class AgentClient:
         """One engine that is known from its own metrics alone."""
         return self._get(wire.UnmappedEngine, _engine_path(id))
 
-    def map(self, id: str, cells: int = 4096) -> wire.MapCells:
-        return self._get(wire.MapCells, _engine_path(id) + "/map", {"cells": cells})
+    def map(self, id: str, cells: int = 4096, request: str | None = None) -> wire.MapCells:
+        """With a `request`, also where its blocks are."""
+        query: dict[str, str | int | float] = {"cells": cells}
+        if request is not None:
+            query["request"] = request
+        return self._get(wire.MapCells, _engine_path(id) + "/map", query)
+
+    def profile(self, id: str) -> wire_profile.PoolProfile:
+        """How long blocks live and lie idle, and how full pages of memory are."""
+        return self._get(wire_profile.PoolProfile, _engine_path(id) + "/profile")
 
     def blocks(self, id: str, start: int, count: int) -> wire.BlockPage:
         return self._get(wire.BlockPage, _engine_path(id) + "/blocks", {"start": start, "count": count})

@@ -254,6 +254,7 @@ class MapCells(WireModel):
     age_seconds: list[float] | None  # since the most recent touch in the cell; whole tenths
     owner: list[int] | None  # index into `owners` of the owner of most blocks in the cell; -1 nobody
     owners: list[str]  # request ids
+    requested: list[int] | None = None  # blocks that the request asked about was first to hold; None: no such request
 
 
 class Block(WireModel):

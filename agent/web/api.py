@@ -34,6 +34,7 @@ from agent.web.docs_page import render_docs
 from agent.web.errors import ApiError, add_error_handlers, json_response
 from agent.web.history_routes import add_history
 from agent.web.plan_routes import add_planning
+from agent.web.profile import add_profile
 from agent.web.replay_routes import Plays, add_replay
 from agent.web.request_page import RequestQuery, request_page
 from agent.web.security import WriteGuard
@@ -96,6 +97,7 @@ def create_app(context: ApiContext) -> FastAPI:
     add_compaction(app, context.compaction, lambda id: _sample(context, id), may_change, context.guard)
     add_planning(app, lambda id: _sample(context, id), may_change)
     add_devices(app, context.devices, context.clock)
+    add_profile(app, lambda id: _sample(context, id))
     if context.alerting is not None:
         add_alerts(app, context.alerting, may_change, context.clock)
     if context.replay is not None:
@@ -237,9 +239,13 @@ def _add_engines(app: FastAPI, context: ApiContext) -> None:
         return json_response(_summary(context, sample(id), now))
 
     @app.get("/v1/engines/{id}/map", response_model=wire.MapCells, tags=["engines"])
-    async def cells(id: PoolId, cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS) -> Response:
+    async def cells(
+        id: PoolId,
+        cells: Annotated[int, Query(ge=1, le=MAX_CELLS)] = MAX_CELLS,
+        request: Annotated[str | None, Query(description="say also where the blocks of this request are")] = None,
+    ) -> Response:
         """The heatmap: the pool in at most `cells` cells of consecutive blocks."""
-        return json_response(map_cells(sample(id), cells, context.clock.wall()))
+        return json_response(map_cells(sample(id), cells, context.clock.wall(), request))
 
     @app.get("/v1/engines/{id}/blocks", response_model=wire.BlockPage, tags=["engines"])
     async def blocks(

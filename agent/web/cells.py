@@ -8,14 +8,18 @@ from numpy.typing import NDArray
 from agent import wire
 from agent.sampling.model import PoolSample, elapsed_ms
 from agent.web.presenter import owner_name
+from engine_shim.layout import BlockState
 from engine_shim.snapshot import MapSnapshot
 
 UNKNOWN_STATE = 255
 _COUNTED_STATES = len(wire.STATE_NAMES)
 
 
-def map_cells(sample: PoolSample, cells: int, now_unix: float) -> wire.MapCells:
-    """Cut the pool into at most `cells` (at least 1) equal cells of consecutive blocks."""
+def map_cells(sample: PoolSample, cells: int, now_unix: float, request: str | None = None) -> wire.MapCells:
+    """Cut the pool into at most `cells` (at least 1) equal cells of consecutive blocks.
+
+    With a `request`, also how many blocks of each cell it was the first to hold.
+    """
     snapshot = sample.snapshot
     total = snapshot.states.size
     per_cell, count = cut(total, cells)
@@ -36,6 +40,7 @@ def map_cells(sample: PoolSample, cells: int, now_unix: float) -> wire.MapCells:
         age_seconds=_ages_by_cell(snapshot, per_cell, count, now_unix),
         owner=owner,
         owners=owners,
+        requested=None if request is None else _requested_by_cell(snapshot, request, per_cell, count),
     )
 
 
@@ -49,7 +54,7 @@ def states_by_cell(
     states: NDArray[np.uint8], per_cell: int, count: int
 ) -> tuple[list[int], dict[wire.BlockStateName, list[int]]]:
     """The most frequent state of each cell, and how many blocks it has in each state that occurs at all."""
-    counts = _counts_by_cell(states, per_cell, count)
+    counts = counts_by_cell(states, per_cell, count)
     # Ties go to the higher value: argmax over the reversed rows takes the last of equals.
     winners = _COUNTED_STATES - np.argmax(counts[::-1], axis=0)
     state = np.where(winners == _COUNTED_STATES, UNKNOWN_STATE, winners)
@@ -68,7 +73,7 @@ def _rows(column: NDArray[np.generic], per_cell: int, count: int, filler: int) -
     return column.reshape(count, per_cell)
 
 
-def _counts_by_cell(states: NDArray[np.uint8], per_cell: int, count: int) -> NDArray[np.int64]:
+def counts_by_cell(states: NDArray[np.uint8], per_cell: int, count: int) -> NDArray[np.int64]:
     """Blocks by state (rows; the last one unknown) and cell (columns)."""
     starts = np.arange(count, dtype=np.int64) * per_cell
     sizes = np.diff(starts, append=states.size)
@@ -106,6 +111,16 @@ def _owners_by_cell(snapshot: MapSnapshot, per_cell: int, count: int) -> tuple[l
     owned = [int(owner) for owner in present if owner != 0]
     offset = 1 if present.size and present[0] == 0 else 0
     return (indices - offset).tolist(), [owner_name(owner, names) or "" for owner in owned]
+
+
+def _requested_by_cell(snapshot: MapSnapshot, request: str, per_cell: int, count: int) -> list[int] | None:
+    """Blocks of a live request; None where there is no such request, or the map has no owners."""
+    owned_by = [entry.owner for entry in snapshot.owners if entry.request_id == request]
+    if snapshot.owner is None or not owned_by:
+        return None
+    held = np.isin(snapshot.owner, np.asarray(owned_by, np.uint32)) & (snapshot.states != BlockState.FREE)
+    blocks: list[int] = _rows(held, per_cell, count, 0).sum(axis=1).tolist()
+    return blocks
 
 
 def _row_modes(rows: NDArray[np.uint32]) -> NDArray[np.uint32]:
