@@ -14,6 +14,7 @@ TIME = "at"  # an instant, Unix seconds
 SPAN = "span"  # how much of the past is shown, one of the view's own words
 BOX = "box"  # name of a black box
 FILTER = "filter"  # text that rows must contain
+SORT = "sort"  # what rows are sorted by
 _KEPT = "address"
 
 

@@ -54,7 +54,7 @@ def block_map(cells: MapCells, theme: Theme, *, incarnation: str) -> go.Figure:
     marks = np.arange(0, rows, -(-rows // 9))
     axis = {"showgrid": False, "zeroline": False, "ticks": "", "constrain": "domain"}
     figure.update_layout(
-        **_base_layout(theme),
+        **base_layout(theme),
         uirevision=f"{cells.id} {incarnation} {cells.total_blocks} {cells.blocks_per_cell}",
         margin={"l": 84, "r": 2, "t": 26, "b": 4},
         dragmode="zoom",
@@ -174,10 +174,10 @@ def fragmentation_history(rate: History, strict: History, *, threshold: float, t
     strict_times, strict_mean = _series(strict, "mean")
     plain = {"mode": "lines", "connectgaps": False}
     figure = go.Figure()
-    band_times, band = _band(times, low, high)
+    band_times, polygon = band(times, low, high)
     figure.add_scatter(
         x=band_times,
-        y=band,
+        y=polygon,
         line={"width": 0},
         fill="toself",
         fillcolor=f"rgba({','.join(str(c) for c in bytes.fromhex(theme.line[1:]))},0.18)",
@@ -214,7 +214,7 @@ def fragmentation_history(rate: History, strict: History, *, threshold: float, t
         annotation_position="top left",
     )
     figure.update_layout(
-        **_base_layout(theme),
+        **base_layout(theme),
         uirevision=f"history {rate.id}",
         margin={"l": 44, "r": 10, "t": 26, "b": 22},
         hovermode="x unified",
@@ -241,7 +241,7 @@ def _series(history: History, *which: str) -> list[NDArray[np.floating]]:
     return [table[:, 0].round(), *(column.astype(np.float32) for column in table.T[1:])]
 
 
-def _band(
+def band(
     times: NDArray[np.floating], low: NDArray[np.floating], high: NDArray[np.floating]
 ) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
     """The area between two lines as one polygon for each stretch without a gap, with NaN between polygons."""
@@ -255,7 +255,7 @@ def _band(
     return np.concatenate(xs or [times]), np.concatenate(ys or [low])
 
 
-def _base_layout(theme: Theme) -> dict[str, object]:
+def base_layout(theme: Theme) -> dict[str, object]:
     """No template: Plotly's default one is about nine tenths of a small figure."""
     return {
         "template": None,
