@@ -37,7 +37,9 @@ from agent.sampling.model import Clock
 from agent.sampling.sampler import Sampler
 from agent.web.api import ApiContext, create_app
 from agent.web.connections import ACCEPTED_AT_ONCE, BACKLOG, BoundedServer, bounded_protocol
-from agent.web.security import WriteGuard, is_loopback
+from agent.web.gate import ACTION as REQUEST
+from agent.web.gate import Gate, gate_families
+from agent.web.security import SHORT_TOKEN, WriteGuard, is_loopback
 from engine_shim import __version__
 from engine_shim.allocation_map.folders import map_folders
 from engine_shim.allocation_map.reader import MapReader
@@ -74,7 +76,14 @@ def run_agent(settings: AgentSettings) -> None:
         settings=replace(settings.sampler(), max_open=shares.maps),
         clock=clock,
     )
-    audit = AuditLog(settings.audit_log, listener=keeper.note_decision if keeper is not None else lambda entry: None)
+    audit = AuditLog(
+        settings.audit_log,
+        listener=keeper.note_decision if keeper is not None else lambda entry: None,
+        wanted=lambda entry: entry.action != REQUEST,
+    )
+    # The same file, and none of the ring: what is asked for over HTTP must not push out what was decided.
+    asked = AuditLog(settings.audit_log, ring_entries=1)
+    gate = Gate(guard, asked, clock=clock.monotonic, wall=clock.wall)
     driver = CompactionDriver(settings.compaction_driver(), audit, clock=clock)
     sampler.subscribe(lambda: driver.notice(sampler.view))
     scraper = MetricsScraper(
@@ -96,6 +105,7 @@ def run_agent(settings: AgentSettings) -> None:
             lambda pools, now: device_families(monitor.view()),
             lambda pools, now: alert_families(alerting.counts(), alerting.outcomes(), PREFIX),
             lambda pools, now: history_families(keeper.writer if keeper is not None else None, PREFIX),
+            lambda pools, now: gate_families(gate.counts(), PREFIX),
         ),
     )
     sampler.subscribe(exporter.refresh)
@@ -131,6 +141,7 @@ def run_agent(settings: AgentSettings) -> None:
         started_unix=clock.wall(),
         clock=clock,
         past=keeper.reader if keeper is not None else None,
+        gate=gate,
         boxes=BoxReader(boxes.folder) if boxes is not None else None,
     )
     server = BoundedServer(
@@ -166,6 +177,8 @@ def run_agent(settings: AgentSettings) -> None:
     )
     if not guard.enabled:
         log.event("changes are off: listening beyond loopback without a token", level=logging.WARNING)
+    if token is not None and len(token) < SHORT_TOKEN:
+        log.event("the token is short: take 16 characters or more at random", level=logging.WARNING)
     thread = threading.Thread(target=sampler.run, name="sampler", daemon=True)
     deciding = threading.Thread(target=driver.run, name="compaction", daemon=True)
     scraping = threading.Thread(target=scraper.run, name="engine-metrics", daemon=True)
@@ -194,6 +207,7 @@ def run_agent(settings: AgentSettings) -> None:
         if keeper is not None:
             keeper.stop()
         audit.close()
+        asked.close()
         if not thread.is_alive():
             sampler.close()
         listener.close()

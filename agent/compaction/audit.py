@@ -28,12 +28,13 @@ LOCK_SECONDS = 2.0  # that another agent's write is waited for
 LOCK_PAUSE_SECONDS = 0.005
 
 AuditValue = str | int | float | bool | None
-Access = Literal["token", "loopback", "local", "agent"]
+Access = Literal["token", "loopback", "local", "agent", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asker:
-    """Who asked. `access` is why they were allowed to; "agent" is the agent's own policy."""
+    """Who asked. `access` is why they were allowed to; "agent" is the agent's own policy, "none"
+    one that was not."""
 
     route: str  # "policy", "cli", or the API's "POST /v1/engines/{id}/compaction"
     access: Access
@@ -92,9 +93,10 @@ class AuditLog:
         kept_files: int = 4,
         ring_entries: int = 1000,
         listener: Callable[[AuditEntry], object] = lambda entry: None,
+        wanted: Callable[[AuditEntry], bool] = lambda entry: True,
     ) -> None:
-        """With no `path`, the ring alone. Entries of an earlier agent are read back into the ring. The `listener` is
-        told of each new one, and returns at once."""
+        """With no `path`, the ring alone. Entries of an earlier agent that are `wanted` are read back into the ring.
+        The `listener` is told of each new one, and returns at once."""
         self.path = path
         self._listener = listener
         self._log = log or EventLog(logging.getLogger("kvatlas.audit"))
@@ -105,7 +107,8 @@ class AuditLog:
         self._file: int | None = None
         self._unwritten = 0  # of the present stretch of failures
         if path is not None:
-            self._ring.extend(_last_entries((_numbered(path, 1), path), self._ring.maxlen or 1, self._max_file_bytes))
+            paths = (_numbered(path, 1), path)
+            self._ring.extend(_last_entries(paths, self._ring.maxlen or 1, self._max_file_bytes, wanted))
 
     def record(self, entry: AuditEntry) -> bool:
         """Keep an entry; False where it is in memory alone. Never raises for a file that cannot be written."""
@@ -240,13 +243,15 @@ def read_entries(path: Path) -> Iterator[AuditEntry]:
                 yield AuditEntry.from_json(json.loads(line))
 
 
-def _last_entries(paths: tuple[Path, ...], count: int, most_bytes: int) -> deque[AuditEntry]:
+def _last_entries(
+    paths: tuple[Path, ...], count: int, most_bytes: int, wanted: Callable[[AuditEntry], bool]
+) -> deque[AuditEntry]:
     entries: deque[AuditEntry] = deque(maxlen=count)
     for path in paths:
         with suppress(OSError):  # not there yet, or not readable: what can be had is shown
             found = path.stat()
             if stat.S_ISREG(found.st_mode) and found.st_size <= 2 * most_bytes:
-                entries.extend(read_entries(path))
+                entries.extend(entry for entry in read_entries(path) if wanted(entry))
     return entries
 
 

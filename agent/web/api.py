@@ -32,6 +32,7 @@ from agent.web.compaction_routes import add_compaction
 from agent.web.device_routes import add_devices
 from agent.web.docs_page import render_docs
 from agent.web.errors import ApiError, add_error_handlers, json_response
+from agent.web.gate import Gate, WriteGate
 from agent.web.history_routes import add_history
 from agent.web.plan_routes import add_planning
 from agent.web.profile import add_profile
@@ -65,6 +66,7 @@ class ApiContext:
     engine_metrics: Callable[[], EngineMetricsView] = EngineMetricsView
     devices: Callable[[], DevicesView] = lambda: NOTHING_READ
     past: HistoryReader | None = None  # what is kept of the past on the disk
+    gate: Gate | None = None  # without it one that keeps no audit
     replay: Plays | None = None  # where the pools are those of a recording
     boxes: BoxReader | None = None  # of engines that ended
 
@@ -81,6 +83,7 @@ def create_app(context: ApiContext) -> FastAPI:
         responses={"4XX": {"model": wire.ErrorBody}, "5XX": {"model": wire.ErrorBody}},
     )
     app.add_middleware(BodyLimit)
+    app.add_middleware(WriteGate, gate=context.gate or Gate(context.guard, clock=context.clock.monotonic))
     add_error_handlers(app)
     _add_probes(app, context)
     _add_engines(app, context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,14 @@ class Access:
     action: str = ""
 
 
+SHORT_TOKEN = 16  # characters; fewer can be guessed, whatever is limited
+
+
 @dataclass(frozen=True, slots=True)
 class WriteGuard:
     """Decides on requests that change something. Reading is open: it is what Prometheus and the dashboard do."""
 
-    token: str | None
+    token: str | None = field(repr=False)
     listens_on_loopback: bool
 
     @property

@@ -194,7 +194,8 @@ def test_refusals_have_one_shape(world: World, path: str, status: int, error: st
 
 
 def test_a_body_of_megabytes_is_refused_before_it_is_read(world: World) -> None:
-    reply = world.client.post("/v1/plan", content=b" " * (5 << 20), headers={"content-type": "application/json"})
+    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
+    reply = world.client.post("/v1/plan", content=b" " * (5 << 20), headers=headers)
     assert (reply.status_code, reply.json()["error"]) == (413, "too_large")
 
 
@@ -224,7 +225,7 @@ def test_an_unknown_metric_is_told_which_there_are_once(world: World) -> None:
 
 
 def test_a_method_that_is_not_there(world: World) -> None:
-    assert error_of(world.client.post("/v1/engines"), 405).error == "method_not_allowed"
+    assert error_of(world.client.post("/v1/engines", headers={"Authorization": "Bearer secret"}), 405).error == "method_not_allowed"
 
 
 def test_a_fault_of_ours_has_the_same_shape_and_is_logged_once(
