@@ -95,6 +95,10 @@ def complete_app(*names: str) -> typer.Typer:
         from agent.commands.bundle import bundle
 
         _add("bundle", lambda: bundle)
+    if not names or "simulate" in names:
+        from agent.commands.simulate import simulate
+
+        _add("simulate", lambda: simulate)
     if not names or "record" in names:
         from agent.commands.record import record_command
 
@@ -197,74 +201,6 @@ def advise(
 
     facts = advise_engine(engine, config)
     _print(facts) if as_json else print(render(facts))
-
-
-@app.command()
-def simulate(
-    trace: Annotated[str, typer.Argument(help="A bundled trace by name, or a trace file.")],
-    policy: Annotated[
-        list[str] | None, typer.Option(envvar="KVATLAS_POLICY", help="Repeatable; all by default.")
-    ] = None,
-    blocks: Annotated[
-        int | None,
-        typer.Option(envvar="KVATLAS_BLOCKS", help="Blocks of the pool; 60000, or with --compare the trace's sizes."),
-    ] = None,
-    block_size: Annotated[int, typer.Option(envvar="KVATLAS_BLOCK_SIZE", help="Tokens in a block.")] = 16,
-    headroom: Annotated[float, typer.Option(envvar="KVATLAS_HEADROOM", help="Share that new sequences leave.")] = 0.10,
-    max_seqs: Annotated[int, typer.Option(envvar="KVATLAS_MAX_SEQS", help="Sequences that run at once.")] = 256,
-    prefix_cache: Annotated[bool, typer.Option(envvar="KVATLAS_PREFIX_CACHE", help="Keep freed prefixes.")] = True,
-    requests: Annotated[
-        int | None, typer.Option(envvar="KVATLAS_SIMULATE_REQUESTS", help="Only so many, the first; all by default.")
-    ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option("--compare", envvar="KVATLAS_SIMULATE_COMPARE", help="Table of policies at several pool sizes."),
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(envvar="KVATLAS_SIMULATE_PLOT", help="With --compare: write a plot to this HTML file."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Replay a trace against allocation policies and compare them."""
-    from agent.commands.compare import (
-        COMPARED_POLICIES,
-        comparison_json,
-        pool_sizes,
-        render_comparison,
-        require_plotting,
-        write_plot,
-    )
-    from agent.commands.simulate import render_simulation
-    from engine_shim.errors import SettingsError
-    from engine_shim.pool.policies import POLICIES
-    from engine_shim.simulator import DEFAULT_BLOCKS
-    from engine_shim.simulator import simulate as run
-    from engine_shim.workload import first_requests, load_workload
-
-    if plot is not None and not compare:
-        raise SettingsError("--plot draws a comparison; add --compare")
-    if plot is not None:
-        require_plotting()
-    workload = first_requests(load_workload(trace), requests)
-    reports = [
-        run(
-            workload,
-            policies=tuple(policy or (COMPARED_POLICIES if compare else POLICIES)),
-            blocks=size,
-            block_tokens=block_size,
-            headroom=headroom,
-            max_sequences=max_seqs,
-            prefix_cache=prefix_cache,
-        )
-        for size in (pool_sizes(trace, blocks) if compare else (DEFAULT_BLOCKS if blocks is None else blocks,))
-    ]
-    if plot is not None:
-        write_plot(reports, plot)
-    if compare:
-        _print(comparison_json(reports)) if as_json else print(render_comparison(reports))
-    else:
-        _print(reports[0].to_json()) if as_json else print(render_simulation(reports[0]))
 
 
 @app.command(short_help="Check folders, maps, packages, port and GPU.")

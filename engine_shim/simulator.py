@@ -107,7 +107,7 @@ def simulate(
     results: dict[str, PolicyResult] = {}
     rejected = 0
     for policy in policies:
-        meter = _Meter(blocks)
+        meter = Meter(blocks)
         pool = BlockPool(
             blocks,
             policy=policy,
@@ -140,7 +140,7 @@ def _fits(request: TraceRequest, pool: BlockPool) -> bool:
     return prompt_blocks <= pool.usable_blocks - pool.headroom_blocks and all_blocks <= pool.usable_blocks
 
 
-class _Meter(NullObserver):
+class Meter(NullObserver):
     """Follows which blocks are allocatable, and counts what the pool alone knows."""
 
     def __init__(self, blocks: int) -> None:
@@ -193,7 +193,7 @@ class _Sequence:
 
 
 class _Service:
-    def __init__(self, pool: BlockPool, meter: _Meter, requests: Sequence[TraceRequest], max_sequences: int) -> None:
+    def __init__(self, pool: BlockPool, meter: Meter, requests: Sequence[TraceRequest], max_sequences: int) -> None:
         self._pool = pool
         self._meter = meter
         self._arrivals = deque(requests)
@@ -204,7 +204,7 @@ class _Service:
         self._prompt_blocks = self._prompt_runs = 0
 
     def run(self) -> PolicyResult:
-        rates = _Steps()
+        rates = Steps()
         used_steps = 0  # sum over the steps of the blocks in use
         start = self._arrivals[0].arrival_s if self._arrivals else 0.0
         last_arrival = self._arrivals[-1].arrival_s if self._arrivals else 0.0
@@ -300,7 +300,7 @@ class _Service:
             self._pool.register_blocks(sequence.table[news], sequence.hashes[news])
             sequence.registered = full
 
-    def _result(self, rates: _Steps, used_steps: int, arriving_steps: int) -> PolicyResult:
+    def _result(self, rates: Steps, used_steps: int, arriving_steps: int) -> PolicyResult:
         meter = self._meter
         return PolicyResult(
             fragmentation_rate=rates.quantiles(0, rates.count),
@@ -326,7 +326,7 @@ def _step_of(arrival_s: float, start: float) -> int:
     return step
 
 
-class _Steps:
+class Steps:
     """F of every step, kept as runs of equal steps, so that a year without a request takes no more room than one."""
 
     def __init__(self) -> None:

@@ -151,6 +151,15 @@ class ChunkWriter:
             os.unlink(self.part)
 
 
+def is_recording(path: Path) -> bool:
+    """Does a file begin as one? False where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 class ChunkFile:
     """A recording, open for reading; any thread may read."""
 

@@ -33,7 +33,7 @@ class Replica:
 
         Returns how many were left out: of kinds that are not known here, or of blocks that the pool does not have.
         """
-        sound = self._sound(events)
+        sound = self.sound(events)
         left_out = len(events) - int(np.count_nonzero(sound))
         if left_out:
             events = events[sound]
@@ -45,7 +45,8 @@ class Replica:
             first, done = stop, int(ends[stop - 1])
         return left_out
 
-    def _sound(self, events: NDArray[np.void]) -> NDArray[np.bool_]:
+    def sound(self, events: NDArray[np.void]) -> NDArray[np.bool_]:
+        """Which rows can be followed, (n,)."""
         kind, block, count = events["kind"], events["block"].astype(np.int64), events["count"].astype(np.int64)
         down = events["descending"] != 0
         lowest, highest = np.where(down, block - count + 1, block), np.where(down, block, block + count - 1)

@@ -13,7 +13,7 @@ from engine_shim.errors import SettingsError
 from engine_shim.pool.block_pool import BlockPool
 from engine_shim.pool.policies import POLICIES
 from engine_shim.runs import count_runs, find_runs
-from engine_shim.simulator import SimulationReport, _Steps, simulate
+from engine_shim.simulator import SimulationReport, Steps, simulate
 from engine_shim.workload import TraceRequest, Workload, first_requests, load_workload
 
 QUANTILES = {"p10", "p50", "p90", "p95", "max"}
@@ -248,7 +248,7 @@ def test_a_year_without_a_request_costs_no_time_and_changes_nothing() -> None:
 def test_quantiles_of_runs_are_those_of_their_steps(
     runs: list[tuple[float | None, int]], first_step: int, length: int
 ) -> None:
-    steps = _Steps()
+    steps = Steps()
     for rate, count in runs:
         steps.add(rate, count)
     whole = [rate for rate, count in runs for _ in range(count)]

@@ -14,6 +14,7 @@ from agent.cli import app
 from agent.commands.plan import plan
 from agent.commands.record import record_command
 from agent.commands.replay import replay
+from agent.commands.simulate import simulate
 from agent.commands.top import top
 from agent.config import AgentSettings, has_flag, variable
 from agent.demo.run import demo
@@ -79,6 +80,7 @@ def test_documented_flags_and_defaults_of_the_commands_are_right(documented: dic
     late.command()(top)
     late.command()(record_command)
     late.command()(replay)
+    late.command()(simulate)
     seen = set()
     for option in (*options(typer.main.get_command(app)), *options(typer.main.get_command(late))):
         seen.add(option.envvar)
