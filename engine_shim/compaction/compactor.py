@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from engine_shim.compaction.chunk_costs import ChunkCosts
 from engine_shim.compaction.mover import Mover, MoveSwitch
 from engine_shim.compaction.planning import MovePlan, plan_moves
 from engine_shim.compaction.report import CompactionReport, Outcome
 from engine_shim.compaction.run import CompactionRun, Phase, RunSettings
+from engine_shim.compaction.time_share import MAX_TIME_SHARE, TimeShare
 from engine_shim.errors import ControlRefused
 
 log = logging.getLogger(__name__)
@@ -48,11 +50,12 @@ class Compactor:
         defaults: RunSettings | None = None,
         switch: MoveSwitch | None = None,
         consumer: Consumer | None = None,
+        max_time_share: float = MAX_TIME_SHARE,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`wake` rouses an idle engine; it is called on other threads. `defaults` are the budgets of a run that is
-        started without any."""
+        started without any; `max_time_share` is of the time of an engine that has work, for all runs together."""
         self.mover, self.defaults = mover, defaults or RunSettings()
         self.switch = switch or MoveSwitch()
         self.consumer = consumer
@@ -62,6 +65,10 @@ class Compactor:
         self._report: CompactionReport | None = None  # of a run that has ended, while its consumer works
         self._done: Done | None = None
         self._num_blocks = num_blocks
+        # What chunks cost, by whether contents are compared, which costs more: later runs know it from the beginning.
+        self._costs = {False: ChunkCosts(), True: ChunkCosts()}
+        self._time = TimeShare(max_time_share)
+        self._rested = False
         self._planning: threading.Thread | None = None
         self._reporting: threading.Thread | None = None
 
@@ -69,6 +76,11 @@ class Compactor:
     def active(self) -> bool:
         """Is there anything to do at the next step boundary, or being planned?"""
         return self._run is not None
+
+    @property
+    def rested(self) -> bool:
+        """Did the last step let its boundary pass, to keep to the share of the engine's time that a run may take?"""
+        return self._rested
 
     @property
     def wants_step(self) -> bool:
@@ -85,30 +97,40 @@ class Compactor:
         """
         if self._run is not None:
             raise ControlRefused("a run is in progress; wait for it to end, or abort it", error="busy")
-        self._run = CompactionRun(
-            self.mover, self.switch, settings or self.defaults, clock=self._clock, planner=planner
-        )
+        chosen = settings or self.defaults
+        costs = self._costs[chosen.verify]
+        self._run = CompactionRun(self.mover, self.switch, chosen, clock=self._clock, planner=planner, costs=costs)
         self._report, self._done = None, done
         return self._run
 
-    def step(self) -> bool:
-        """One step boundary: True while the run goes on. Never raises."""
+    def step(self, *, idle: bool = False) -> bool:
+        """One step boundary: True while the run goes on. Never raises.
+
+        What is spent here is at most `max_time_share` of the time that passes, over some steps; but for that of an
+        `idle` engine, which is of no use to anybody else.
+        """
         run = self._run
         if run is None:
             return False
+        began = self._clock()
+        self._rested = not idle and self._time.owes(began) and (self._report is not None or run.may_rest)
         try:
-            return self._advance(run)
+            goes_on = self._advance(run)
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine's step goes on without the run
             log.error("a compaction was given up: %r", error)
             self._planning = self._reporting = None
             self._end(CompactionReport.nothing(Outcome.FAILED, f"{type(error).__name__}: {error}"))
-            return False
+            goes_on = False
+        if not (idle or self._rested):
+            self._time.spent(began, self._clock())
+        return goes_on
 
     def _advance(self, run: CompactionRun) -> bool:
         if self._report is not None:
-            self._consume(self._report, self._clock() + self.defaults.max_step_seconds)
+            if not self._rested:
+                self._consume(self._report, self._clock() + self.defaults.max_step_seconds)
             return self.active
-        if run.step():
+        if run.rest() if self._rested else run.step():
             if run.phase is Phase.PLANNING and self._planning is None and not run.plans_here:
                 self._planning = _started(self._plan, run, "compaction-plan")
                 if self._planning is None:

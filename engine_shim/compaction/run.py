@@ -84,8 +84,10 @@ class CompactionRun:
         *,
         clock: Callable[[], float] = time.monotonic,
         planner: Callable[..., MovePlan] = plan_moves,
+        costs: ChunkCosts | None = None,
     ) -> None:
-        """`planner` makes the plans, with the arguments of `plan_moves`: for other ends than a target."""
+        """`planner` makes the plans, with the arguments of `plan_moves`: for other ends than a target. `costs` are what
+        earlier runs of the same engine learnt, so that this one begins with chunks that fit."""
         self._mover, self._switch, self._clock, self._plan_moves = mover, switch, clock, planner
         self._settings = settings or RunSettings()
         self._phase = Phase.LOOKING
@@ -103,7 +105,7 @@ class CompactionRun:
         self._began = self._ended = 0.0
         self._started = False
         self._longest_stall = self._moving_seconds = 0.0
-        self._costs = ChunkCosts()
+        self._costs = costs or ChunkCosts()
         self._moved = self._chunks = self._replans = self._allocated = self._verified = self._cached_lost = 0
         self._dropped: Counter[Drop] = Counter()
 
@@ -116,6 +118,11 @@ class CompactionRun:
         """The blocks that are being emptied, which an allocator had better leave alone; None while nothing moves."""
         task = self._task
         return task.plan.window if task is not None and self._phase is Phase.MOVING else None
+
+    @property
+    def _at_plan_edge(self) -> bool:
+        """Is the plan one of which nothing, or all, has been tried?"""
+        return self._task is not None and self._next in (0, len(self._task.plan.moves))
 
     @property
     def plans_here(self) -> bool:
@@ -149,15 +156,34 @@ class CompactionRun:
             max_moves=None if limit is None else limit - self._moved,
         )
 
+    @property
+    def may_rest(self) -> bool:
+        """May this boundary pass without harm? A plan that is made is begun with at once, as long as it is true, and
+        what came of it is looked at before the pool goes on."""
+        if self._phase is Phase.LOOKING:
+            return self._task is None
+        return self._phase is Phase.MOVING and not self._at_plan_edge
+
+    def rest(self) -> bool:
+        """Let a step boundary pass, unless the run is to end there; True while it goes on."""
+        return self._timed(self._stopped)[0]
+
     def step(self) -> bool:
         """Do what fits into one step boundary; True while the run goes on."""
+        goes_on, seconds = self._timed(lambda: self._advance(self._clock() + self._settings.max_step_seconds))
+        self._longest_stall = max(self._longest_stall, seconds)
+        self._moving_seconds += seconds
+        return goes_on
+
+    def _timed(self, action: Callable[[], object]) -> tuple[bool, float]:
+        """Carry out a part of the run, whatever it raises: whether the run goes on, and the seconds that it took."""
         if self._done():
-            return False
+            return False, 0.0
         began = self._clock()
         if not self._started:
             self._started, self._began = True, began
         try:
-            self._advance(began + self._settings.max_step_seconds)
+            action()
         except _CheckFailed as error:
             self._switch.off(str(error), failed=True)
             log.error("compaction failed, and moving is off: %s", error)
@@ -165,11 +191,8 @@ class CompactionRun:
         except Exception as error:  # noqa: BLE001 - whatever a mover raises must not reach the engine's step
             log.warning("compaction failed: %r", error)
             self._finish(Outcome.FAILED, f"{type(error).__name__}: {error}")
-        ended = self._clock()
-        self._ended = ended
-        self._longest_stall = max(self._longest_stall, ended - began)
-        self._moving_seconds += ended - began
-        return not self._done()
+        self._ended = self._clock()
+        return not self._done(), self._ended - began
 
     def report(self) -> CompactionReport | None:
         """What the run did; None while it goes on. The first call measures the pool as it was at the end."""

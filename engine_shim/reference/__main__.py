@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from engine_shim.compaction.run import RunSettings
+from engine_shim.compaction.time_share import MAX_TIME_SHARE
 from engine_shim.errors import KvatlasError, SettingsError, TraceError
 from engine_shim.pool.policies import POLICIES
 from engine_shim.reference.build import EngineSettings, arrivals, build_engine
@@ -75,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--relocation-mib", type=int, default=64, help="copied in one step at most by the policy")
     parser.add_argument("--moving", action=argparse.BooleanOptionalAction, default=True, help="may live blocks move?")
     parser.add_argument("--move-budget-ms", type=float, default=2.0, help="that one step may be held up by moving")
+    parser.add_argument("--move-time-share", type=float, default=MAX_TIME_SHARE, help="of the time that there is work")
     parser.add_argument("--verify-moves", action="store_true", help="compare contents before each move is committed")
     parser.add_argument("--elastic", action="store_true", help="give memory that a compaction has emptied to the host")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="socket beside the map")
@@ -143,6 +145,7 @@ def _serve(options: argparse.Namespace, stop: _StopOnSignal) -> int:
         verify_every=options.verify_every,
         relocation_bytes=options.relocation_mib << 20,
         compaction=RunSettings(max_step_seconds=options.move_budget_ms / 1000, verify=options.verify_moves),
+        moving_time_share=options.move_time_share,
         moving=options.moving,
         elastic=options.elastic,
         control=options.control,

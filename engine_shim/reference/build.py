@@ -12,6 +12,7 @@ import engine_shim
 from engine_shim.allocation_map.map_observer import MapObserver
 from engine_shim.allocation_map.writer import MapSpec
 from engine_shim.compaction.run import RunSettings
+from engine_shim.compaction.time_share import MAX_TIME_SHARE
 from engine_shim.errors import SettingsError
 from engine_shim.observer import PoolObserver
 from engine_shim.pool.block_pool import MAX_POOL_BLOCKS, BlockPool
@@ -52,6 +53,7 @@ class EngineSettings:
     verify_every: int = 0
     relocation_bytes: int = RELOCATION_BYTES  # copied in one step at most
     compaction: RunSettings = field(default_factory=RunSettings)  # budgets of one run
+    moving_time_share: float = MAX_TIME_SHARE  # of the time that there is work, for all runs; 1 is no bound
     moving: bool = True  # may live blocks be moved? Can be switched at run time
     elastic: bool = False  # what a run has emptied is given back to the host
     control: bool = True  # a control socket beside the map
@@ -132,6 +134,7 @@ def _assemble(settings: EngineSettings, clock: Clock, cache: KVCache, runner: Ru
         verify_every=settings.verify_every,
         relocation_bytes=settings.relocation_bytes,
         compaction=settings.compaction,
+        moving_time_share=settings.moving_time_share,
         elastic=settings.elastic,
     )
     if not settings.moving:

@@ -12,6 +12,7 @@ from pathlib import Path
 from engine_shim.allocation_map.map_observer import MapObserver
 from engine_shim.compaction.compactor import Compactor
 from engine_shim.compaction.run import RunSettings
+from engine_shim.compaction.time_share import MAX_TIME_SHARE
 from engine_shim.control.mailbox import ControlMailbox
 from engine_shim.control.server import ControlServer
 from engine_shim.errors import SettingsError
@@ -104,11 +105,13 @@ class Engine:
         verify_every: int = 0,
         relocation_bytes: int = RELOCATION_BYTES,
         compaction: RunSettings | None = None,
+        moving_time_share: float = MAX_TIME_SHARE,
         elastic: bool = False,
     ) -> None:
         """`transfer_every`: each n-th finished sequence is sent. `verify_every`: steps between checks of contents,
         which pattern mode alone can do. `relocation_bytes`: what the pool's policy may have copied in one step.
-        `compaction`: budgets of a run. `elastic`: memory that a run has emptied is given back to the host."""
+        `compaction`: budgets of a run. `moving_time_share`: of the time that there is work, for all runs. `elastic`:
+        memory that a run has emptied is given back to the host."""
         if relocation_bytes < 0:
             raise SettingsError(f"relocation_bytes={relocation_bytes} must be 0 or more")
         if transfer_every < 1:
@@ -140,6 +143,7 @@ class Engine:
             pool.num_blocks,
             defaults=compaction,
             consumer=ElasticConsumer(self.elastic, pool, mover.moves) if self.elastic is not None else None,
+            max_time_share=moving_time_share,
             wake=self._clock.wake,
         )
         self.size = PoolSize(pool, mover.moves, self.compaction, self._copy, self._sequences, self.scheduler.refusal)
@@ -177,7 +181,7 @@ class Engine:
         self._collect_transfers()
         self.desk.serve()
         self.size.step()
-        self.compaction.step()
+        self.compaction.step(idle=not self.scheduler.has_work)
         batch = self.scheduler.schedule()
         if batch:
             self._take(_written(batch, self.pool.block_tokens))

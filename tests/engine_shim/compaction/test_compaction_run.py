@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from engine_shim.compaction.compactor import Compactor
 from engine_shim.compaction.mover import BlockFacts, Moves, MoveSwitch
 from engine_shim.compaction.report import CompactionReport, Outcome
 from engine_shim.compaction.run import CompactionRun, Phase, RunSettings
@@ -283,6 +284,107 @@ def test_what_is_not_kept_is_lost_as_predicted() -> None:
     report = run_to_end(make_run(memory), memory)
     assert report.replans == 0
     assert report.cached_lost == report.cached_lost_predicted > 0
+
+
+def share_of(memory: Memory, share: float, *, idle: bool = False, runs: int = 3) -> tuple[float, float]:
+    """The share of the time that runs which follow each other take, in an engine whose steps take 0.3 ms, and the
+    longest of their boundaries. All but the first find nothing to do but look."""
+    compactor = Compactor(memory, memory.blocks, max_time_share=share, clock=memory.clock)
+    columns = memory.columns
+
+    def look() -> BlockFacts:
+        memory.clock.now += 0.001
+        return columns()
+
+    memory.columns = look  # type: ignore[method-assign]
+    reports: list[CompactionReport] = []
+    began, spent, longest = memory.clock.now, 0.0, 0.0
+    while len(reports) < runs:
+        if not compactor.active:
+            compactor.start(RunSettings(target=0.0), done=reports.append)
+        before = memory.clock.now
+        compactor.step(idle=idle)
+        assert compactor.rested <= (memory.clock.now == before)
+        spent, longest = spent + memory.clock.now - before, max(longest, memory.clock.now - before)
+        memory.check()
+        memory.clock.now += 0.0003
+    assert reports[0].outcome is Outcome.REACHED
+    assert reports[0].moved_blocks > 100
+    while compactor.step() or memory.clock.now - began < spent / share:  # what is owed at the end is owed for the next
+        memory.clock.now += 0.0003
+    return spent / (memory.clock.now - began), longest
+
+
+@pytest.mark.parametrize("share", [0.015, 0.1])
+def test_runs_together_keep_to_their_share_of_an_engines_time(share: float) -> None:
+    taken, longest = share_of(scattered(blocks=600), share)
+    assert taken == pytest.approx(share, rel=0.05)
+    assert longest <= 0.002 + 1e-9
+    assert share_of(scattered(blocks=600), 1.0)[0] > 0.5  # without a bound
+
+
+def test_an_idle_engines_time_is_of_no_use_to_others() -> None:
+    memory = scattered(blocks=600)
+    began = memory.clock.now
+    share_of(memory, 1.0)
+    unbounded = memory.clock.now - began
+    memory = scattered(blocks=600)
+    began = memory.clock.now
+    share_of(memory, 1.0, idle=True)
+    assert memory.clock.now - began == pytest.approx(unbounded)
+    memory = scattered(blocks=600)
+    compactor = Compactor(memory, memory.blocks, max_time_share=0.015, clock=memory.clock)
+    compactor.start(RunSettings(target=0.0))
+    while compactor.step(idle=True):
+        assert not compactor.rested
+    assert memory.clock.now - 100.0 < unbounded
+
+
+def resting() -> tuple[Memory, Compactor, list[CompactionReport]]:
+    """A run that rests between two chunks."""
+    memory = scattered(blocks=600)
+    compactor = Compactor(memory, memory.blocks, clock=memory.clock)
+    reports: list[CompactionReport] = []
+    compactor.start(RunSettings(target=0.0, max_chunk_moves=2), done=reports.append)
+    while not compactor.rested:
+        assert compactor.step()
+    return memory, compactor, reports
+
+
+def test_a_run_that_rests_ends_when_it_is_told_to() -> None:
+    _, compactor, reports = resting()
+    assert compactor.step()
+    compactor.abort("enough")
+    assert not compactor.step()
+    assert [(report.outcome, report.reason) for report in reports] == [(Outcome.ABORTED, "enough")]
+    memory, compactor, reports = resting()
+    compactor.set_moving(False)
+    assert not compactor.step()
+    assert reports[0].outcome is Outcome.ABORTED
+    memory.check()
+
+
+def test_a_run_that_rests_ends_in_time() -> None:
+    memory, compactor, reports = resting()
+    memory.clock.now += 61.0
+    assert not compactor.step()
+    assert reports[0].outcome is Outcome.PARTIAL
+    assert reports[0].seconds > 60.0
+
+
+def test_later_runs_begin_with_chunks_that_fit() -> None:
+    memory = scattered(blocks=600)
+    compactor = Compactor(memory, memory.blocks, max_time_share=1.0, clock=memory.clock)
+    chunks = []
+    for _ in range(2):
+        compactor.start(RunSettings(target=0.0, max_moves=8))
+        while compactor.step():
+            pass
+        report = compactor.last_report
+        assert report is not None
+        assert report.moved_blocks == 8
+        chunks.append(report.chunks)
+    assert chunks == [4, 1]  # 1, 2, 4 and the last; then all at once
 
 
 def refill(memory: Memory, run: CompactionRun, count: int) -> None:

@@ -36,7 +36,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make_engine() -> Iterator[EngineMaker]:
-    """Build a tiny engine without a map; keyword arguments are those of EngineSettings, and `observer`."""
+    """Build a tiny engine without a map, whose runs of compaction take what time they need; keyword arguments are
+    those of EngineSettings, and `observer`."""
     built: list[Engine] = []
 
     def make(*, observer: Any = None, **settings: Any) -> Engine:
@@ -45,6 +46,7 @@ def make_engine() -> Iterator[EngineMaker]:
             "blocks": 64,
             "model_geometry": "test-tiny",
             "device": "cpu",
+            "moving_time_share": 1.0,
         } | settings
         engine, _ = build_engine(EngineSettings(**values), VirtualClock(), observer=observer or NullObserver())
         built.append(engine)

@@ -588,7 +588,7 @@ def test_any_traffic_between_steps(data: st.DataObject) -> None:
     policy = data.draw(st.sampled_from(sorted(POLICIES)))
     values = EngineSettings(
         engine_id="x", blocks=48, block_tokens=4, policy=policy, model_geometry="test-tiny", device="cpu",
-        limits=Limits(step_tokens=64),
+        limits=Limits(step_tokens=64), moving_time_share=1.0,
     )  # fmt: skip
     engine, _ = build_engine(values, VirtualClock(), observer=None, map_folder=Path("/nonexistent"))
     try:
@@ -631,7 +631,9 @@ def mapped(tmp_path: Path) -> Iterator[tuple[Engine, MapReader]]:
         MapSpec(engine_id="moves", kind="reference", model="none", pool="kv", total_blocks=BLOCKS, block_tokens=16,
                 block_bytes=1, dtype="none"), tmp_path)  # fmt: skip
     assert observer.path is not None
-    values = EngineSettings(engine_id="moves", blocks=BLOCKS, model_geometry="test-tiny", device="cpu", control=False)
+    values = EngineSettings(
+        engine_id="moves", blocks=BLOCKS, model_geometry="test-tiny", device="cpu", control=False, moving_time_share=1.0
+    )
     engine, _ = build_engine(values, VirtualClock(), observer=observer)
     reader = MapReader(observer.path)
     yield engine, reader
