@@ -18,6 +18,7 @@ SINK_PATIENCE_SECONDS = 30.0  # receivers have 10 s by default
 PLAN_SECONDS = 15.0  # advice on a config of thousands of layers
 RUN_GRACE_SECONDS = 15.0  # beyond a run's own time: the engine comes to its step boundaries, and the agent answers
 BOX_SECONDS = 15.0
+LOOK_SECONDS = 8.0  # an engine has two to answer, and a plan of a large pool takes as long
 
 Model = TypeVar("Model", bound=wire.WireModel)
 
@@ -146,12 +147,17 @@ class AgentClient:
         path, query = "/v1/black-boxes/" + quote(name, safe=""), {"cells": cells, "events": events}
         return self._ask(wire_blackbox.BlackBox, "GET", path, params=query, timeout=BOX_SECONDS)
 
-    def compaction(self, id: str, *, plan: bool = False, target: float | None = None) -> wire.CompactionState:
-        """The policy's state; with `plan`, also what a run would move."""
+    def compaction(
+        self, id: str, *, plan: bool = False, target: float | None = None, max_moves: int | None = None
+    ) -> wire.CompactionState:
+        """The policy's state; with `plan`, also what a run would move. The engine is asked how it stands."""
         query: dict[str, str | int | float] = {"plan": "true" if plan else "false"}
         if target is not None:
             query["target"] = target
-        return self._get(wire.CompactionState, _engine_path(id) + "/compaction", query)
+        if max_moves is not None:
+            query["max_moves"] = max_moves
+        path = _engine_path(id) + "/compaction"
+        return self._ask(wire.CompactionState, "GET", path, params=query, timeout=LOOK_SECONDS)
 
     def compact(self, id: str, order: wire.CompactionOrder | None = None) -> wire.CompactionRun:
         """Have a run made, and wait for its end; needs the token where the agent has one."""

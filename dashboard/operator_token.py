@@ -25,6 +25,11 @@ def token() -> str | None:
     return kept or None
 
 
+def forget() -> None:
+    """The agent does not know it, or the operator is done."""
+    st.session_state.pop(_KEPT, None)
+
+
 def ask_token(where: str) -> bool:
     """The field for it, or that there is one, with a button to forget it. True where there is one.
 
@@ -50,10 +55,18 @@ def ask_token(where: str) -> bool:
             help="Without it the page only reads. It is KVATLAS_TOKEN, or in KVATLAS_TOKEN_FILE, of the agent.",
         )
         sent = st.form_submit_button("Use it")
-    if sent and typed.strip():
-        st.session_state[_KEPT] = typed.strip()
-        st.rerun()
+    if sent and (given := typed.strip()):
+        if is_token(given):
+            st.session_state[_KEPT] = given
+            st.rerun()
+        unfit = "That cannot be a token: it has spaces, or characters that no HTTP header holds."
+        show_condition(Condition("error", unfit, "Type it in as the agent has it."))
     return False
+
+
+def is_token(text: str) -> bool:
+    """Can a header carry it? Else the client could not even ask."""
+    return text.isascii() and text.isprintable() and " " not in text
 
 
 def change(client: AgentClient, call: Callable[[AgentClient], Answer]) -> Answer | None:

@@ -1,22 +1,172 @@
-"""What the compaction policy does with the chosen pool, and why."""
+"""What the compaction policy does with the chosen pool and why; what a run would bring, and what runs brought; and the
+switches, for who has the token."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import streamlit as st
 
-from dashboard.context import Context, ask, plain
-from dashboard.source import SLOW_REFRESH_SECONDS, timed
+from agent import wire
+from agent.client import AgentClient, AgentRefused
+from dashboard import compaction_table, conditions, exports, jobs, operator_token, widgets
+from dashboard.context import Context, ask, show_condition
+from dashboard.local_page import goes_without_token
+from dashboard.source import SLOW_REFRESH_SECONDS, source, timed
+from dashboard.wording import duration
+
+ENTRIES = 300
+RUN_SECONDS = 60.0
+_JOB = "compaction_job"
+_PLAN = "compaction_plan"
+_TARGET, _MOST, _VERIFY, _SURE = "compaction_target", "compaction_most", "compaction_verify", "compaction_sure"
+WITHOUT = "This agent has no token and takes changes from its own machine, which this page is on."
+READ_ONLY = "The agent takes no changes: it listens beyond its own machine and has no token. Set KVATLAS_TOKEN there."
 
 
 def show(context: Context) -> None:
-    """The policy's state and its last decisions, refreshed."""
-    st.fragment(_state, run_every=context.every(SLOW_REFRESH_SECONDS))(context)
+    """The state, refreshed; the actions, which keep what is typed in; and what was done, refreshed."""
+    if context.pool is None:
+        return
+    st.fragment(_state, run_every=context.every(SLOW_REFRESH_SECONDS))(context, context.pool)
+    st.fragment(_actions)(context, context.pool)
+    st.fragment(_past, run_every=context.every(SLOW_REFRESH_SECONDS))(context, context.pool)
 
 
-def _state(context: Context) -> None:
-    with timed("compaction"):
-        pool = context.pool
-        state = ask(lambda: context.client.compaction(pool)) if pool else None
-        if state is not None:
-            st.markdown(f"**{plain(state.decision or 'no decision yet')}** {plain(state.reason)}")
-            st.dataframe([verdict.model_dump() for verdict in state.verdicts], hide_index=True, key="verdicts_table")
+def _state(context: Context, pool: str) -> None:
+    with timed("compaction"), st.container(key="compaction_state"):
+        state = ask(lambda: context.client.compaction(pool))
+        if state is None:
+            return
+        st.html(compaction_table.verdict_html(state) + widgets.tiles_html(compaction_table.tiles_of(state)))
+        if state.relocation_held:
+            st.html(widgets.note_html(f"The policy leaves relocation off: {state.relocation_held}."))
+        _job(pool)
+        st.html(
+            widgets.heading_html("Decisions", "one row for each change of the reason, newest first")
+            + compaction_table.verdicts_html(state)
+        )
+
+
+def _past(context: Context, pool: str) -> None:
+    with timed("compactions"), st.container(key="compaction_past"):
+        listing = ask(lambda: context.client.compactions(pool, limit=ENTRIES))
+        if listing is None:
+            return
+        runs = compaction_table.runs_of(listing.entries)
+        st.html(
+            widgets.heading_html("Runs", "predicted → realised, newest first")
+            + compaction_table.runs_html(runs)
+            + widgets.heading_html("Done and asked for", f"of the last {ENTRIES} entries of the audit log")
+            + compaction_table.asked_html(listing.entries)
+        )
+        if listing.unwritten:
+            st.html(widgets.note_html(f"{listing.unwritten:,} entries are in memory alone: see the agent's log."))
+        exports.offer("compactions", lambda: compaction_table.rows_of(runs), id=pool)
+
+
+# ---- what was asked for from this page ------------------------------------------------------------------------------
+
+
+def _job(pool: str) -> None:
+    job: jobs.Job[Any] | None = st.session_state.get(_JOB)
+    if job is None or job.pool != pool:
+        return
+    if not job.done.is_set():
+        st.info(f"{job.what}: asked for {duration(job.seconds)} ago, and under way.")
+    elif job.error is not None:
+        if isinstance(job.error, AgentRefused):
+            if job.error.status == 401 and operator_token.token() is not None:
+                operator_token.forget()
+                st.rerun()  # the actions ask for another one
+            show_condition(conditions.refused(job.error))
+        else:
+            what = f"Whether that was done is not known: {source().reason(job.error)}"
+            show_condition(conditions.Condition("error", what, "Look at the state before you ask again."))
+    elif isinstance(job.answer, wire.CompactionRun):
+        st.html(widgets.heading_html(job.what) + compaction_table.run_html(job.answer))
+    elif isinstance(job.answer, wire.CompactionSwitch):
+        st.success(f"Moves of live blocks are {'on' if job.answer.moving else 'off'} in the engine.")
+    elif isinstance(job.answer, wire.RelocationSwitch):
+        st.success(f"Relocating allocation is {'on' if job.answer.relocation else 'off'} in the engine.")
+
+
+def _start(context: Context, pool: str, what: str, call: Callable[[AgentClient], Any]) -> None:
+    writer = context.client.with_token(operator_token.token() or "")
+    st.session_state[_JOB] = jobs.start(what, pool, writer, call)
+    st.rerun()
+
+
+# ---- actions --------------------------------------------------------------------------------------------------------
+
+
+def _actions(context: Context, pool: str) -> None:
+    with st.container(key="compaction_actions", border=True):
+        _preview(context, pool)
+        listing = ask(context.client.engines)
+        if listing is None:
+            return
+        if not listing.agent.writes_enabled:
+            st.html(widgets.note_html(READ_ONLY))
+        elif goes_without_token(listing.agent, context.client):
+            st.html(widgets.note_html(WITHOUT))
+            _switches(context, pool)
+        elif operator_token.ask_token("compaction"):
+            _switches(context, pool)
+
+
+def _preview(context: Context, pool: str) -> None:
+    """A plan costs the engine nothing, so that it needs no token."""
+    with st.container(key="compaction_preview", horizontal=True, vertical_alignment="bottom"):
+        st.number_input("Bring F down to", 0.0, 1.0, 0.10, 0.05, key=_TARGET, width=170)
+        st.number_input("Moves at most, 0: no limit", 0, 1_000_000_000, 0, 100, key=_MOST, width=230)
+        asked = st.button("Preview the plan", key="compaction_plan_button")
+    if asked:
+        most = int(st.session_state[_MOST]) or None
+        state = ask(
+            lambda: context.client.compaction(pool, plan=True, target=st.session_state[_TARGET], max_moves=most)
+        )
+        st.session_state[_PLAN] = (pool, state.plan) if state is not None else None
+    kept = st.session_state.get(_PLAN)
+    if kept is not None and kept[0] == pool and kept[1] is not None:
+        st.html(
+            widgets.heading_html("Plan", "by the agent, of its last sample; a run plans anew")
+            + compaction_table.plan_html(kept[1])
+        )
+
+
+def _switches(context: Context, pool: str) -> None:
+    job: jobs.Job[Any] | None = st.session_state.get(_JOB)
+    busy = job is not None and not job.done.is_set()
+    engine = ask(lambda: context.client.compaction(pool))
+    if engine is None:
+        return
+    with st.container(key="compaction_run", horizontal=True, vertical_alignment="center"):
+        order = wire.CompactionOrder(
+            target=st.session_state[_TARGET],
+            max_moves=int(st.session_state[_MOST]) or None,
+            max_seconds=RUN_SECONDS,
+            verify=bool(st.session_state.get(_VERIFY)),
+        )
+        if st.button("Run it now", key="compaction_run_button", type="primary", disabled=busy):
+            _start(context, pool, "Run", lambda writer: writer.compact(pool, order))
+        if st.button("Ask the engine for its plan", key="compaction_dry_button", disabled=busy):
+            dry = order.model_copy(update={"dry_run": True})
+            _start(context, pool, "What the engine would do", lambda writer: writer.compact(pool, dry))
+        st.checkbox("Compare contents before each commit", key=_VERIFY)
+    with st.container(key="compaction_switches", horizontal=True, vertical_alignment="center"):
+        if engine.engine.relocation is None:
+            st.html(widgets.note_html("This engine does not offer relocating allocation."), width="content")
+        else:
+            on = engine.engine.relocation
+            words = "Switch relocation off" if on else "Switch relocation on"
+            if st.button(words, key="compaction_relocation_button", disabled=busy):
+                _start(context, pool, words, lambda writer: writer.switch_relocation(pool, not on))
+        sure = st.checkbox("I mean it:", key=_SURE)
+        kill = st.button("Switch all moves off", key="compaction_kill_button", disabled=not sure)
+        st.html(
+            widgets.note_html("Ends a run under way. Only kvatlas compact --on allows moves again."), width="content"
+        )
+        if kill:
+            _start(context, pool, "Kill switch", lambda writer: writer.switch_moving_off(pool))
