@@ -138,17 +138,27 @@ class PoolCollector(Collector):
         pools = _present(view)
         by_id = [(labels, sample.id) for labels, sample in pools]
         compaction = tally_families(by_id, self._tallies(), PREFIX, LABELS)
-        known = (*_engine_families(pools, now), *_pool_families(pools, now), *_counter_families(pools))
+        known = pool_families(pools, now)
         others = (family for families in self._more for family in families(by_id, now))
         for family in (*known, *compaction, *others):
             if family.samples:
                 yield family
-        yield GaugeMetricFamily(
-            PREFIX + "sample_seconds", "Time that the last sample of all pools took.", view.sample_seconds
-        )
+        yield from sample_families(view.sample_seconds)
 
 
 Labelled = Sequence[tuple[tuple[str, ...], PoolSample]]
+
+
+def pool_families(pools: Labelled, now: float) -> list[Metric]:
+    """Families of engines and their pools, at `now` in Unix seconds; those of which nothing is known have no sample."""
+    return [*_engine_families(pools, now), *_pool_families(pools, now), *_counter_families(pools)]
+
+
+def sample_families(sample_seconds: float) -> list[Metric]:
+    """Of the sampler itself."""
+    return [
+        GaugeMetricFamily(PREFIX + "sample_seconds", "Time that the last sample of all pools took.", sample_seconds)
+    ]
 
 
 def _present(view: AgentView) -> list[tuple[tuple[str, ...], PoolSample]]:
@@ -195,6 +205,7 @@ def _engine_families(pools: Labelled, now: float) -> list[Metric]:
 def _pool_families(pools: Labelled, now: float) -> list[Metric]:
     """Numbers that belong to a snapshot; a sleeping engine and an unreadable map have none."""
     blocks = _gauge("pool_blocks", "Blocks by state; they sum to the size of the pool.", "state")
+    used = _gauge("pool_used_ratio", "Used and pinned blocks of those that can be given to requests.")
     block_bytes = _gauge("pool_block_bytes", "Bytes of one block over all layers of this rank.")
     ratio = _gauge("pool_fragmentation_ratio", "1 - largest run / total, over free and cached or free blocks.", "set")
     largest = _gauge("pool_largest_run_blocks", "Blocks in the longest run of consecutive ids.", "set")
@@ -220,6 +231,8 @@ def _pool_families(pools: Labelled, now: float) -> list[Metric]:
         )
         for state, count in counts:
             blocks.add_metric((*labels, state), count)
+        if report.usable_blocks:
+            used.add_metric(labels, (report.used_blocks + report.pinned_blocks) / report.usable_blocks)
         block_bytes.add_metric(labels, identity.block_bytes)
         headroom.add_metric(labels, identity.headroom_blocks)
         residual.add_metric(labels, sample.residual_blocks)
@@ -243,7 +256,8 @@ def _pool_families(pools: Labelled, now: float) -> list[Metric]:
         blocked.add_metric(labels, sample.admission.blocked)
         if sample.oldest_pinned_seconds is not None:
             pinned.add_metric(labels, sample.oldest_pinned_seconds)
-    return [blocks, block_bytes, ratio, largest, runs, unusable, waste, headroom, exhaustion, blocked, residual, pinned]
+    sizes = [blocks, used, block_bytes, ratio, largest, runs, unusable, waste]
+    return [*sizes, headroom, exhaustion, blocked, residual, pinned]
 
 
 def _counter_families(pools: Labelled) -> list[Metric]:

@@ -1,4 +1,4 @@
-"""What is written by scripts/write_deploy.py is what it would write now."""
+"""What is written by scripts/write_generated.py is what it would write now."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import yaml
 
 
 def test_written_files_are_up_to_date(repository_root: Path) -> None:
-    script = repository_root / "scripts" / "write_deploy.py"
+    script = repository_root / "scripts" / "write_generated.py"
     checked = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, f"run scripts/write_deploy.py: {checked.stdout}{checked.stderr}"
+    assert checked.returncode == 0, f"run scripts/write_generated.py: {checked.stdout}{checked.stderr}"
 
 
 def test_the_operator_s_rules_are_prometheus_s(repository_root: Path) -> None:

@@ -1,6 +1,6 @@
-"""Writes the files of deploy/ that follow from others: Grafana's dashboards and Prometheus Operator's rules.
+"""Writes the files that follow from others: docs/metrics.md, Grafana's dashboards, Prometheus Operator's rules.
 
-    python scripts/write_deploy.py [--check]
+    python scripts/write_generated.py [--check]
 
 With --check nothing is written, and the exit status is 1 where a file is not what would be written.
 """
@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from agent.catalogue import catalogue  # noqa: E402 - needs the path above
+from agent.exporter import LABELS  # noqa: E402
+
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 OPERATOR_RULES = ROOT / "deploy" / "kubernetes" / "components" / "monitoring" / "prometheus-rule.yaml"
 GRAFANA = ROOT / "deploy" / "grafana"
@@ -455,7 +460,7 @@ def operator_rules() -> str:
     lines = RULES.read_text(encoding="utf-8").splitlines()
     start = lines.index("groups:")
     head = [
-        "# Written by scripts/write_deploy.py from deploy/prometheus/rules.yml: change that file.",
+        "# Written by scripts/write_generated.py from deploy/prometheus/rules.yml: change that file.",
         "apiVersion: monitoring.coreos.com/v1",
         "kind: PrometheusRule",
         "metadata:",
@@ -465,17 +470,49 @@ def operator_rules() -> str:
     return "\n".join([*head, *(f"  {line}" if line else "" for line in lines[start:])]) + "\n"
 
 
+METRICS_HEAD = """# Metrics
+
+What an agent exports at `/metrics`, in the text format of Prometheus. Written from the code by
+`scripts/write_generated.py`; a test holds it to what a real agent exports.
+
+Units are seconds, bytes, blocks, tokens and shares of 1 (`_ratio`). What is not known is absent, never 0: a sleeping
+engine has no pool, an engine that is gone has no series, a rate of nothing is no rate. Label values are of closed sets
+apart from names that an operator gives (engine, model, pool, source, sink, device); no label holds a request, a block
+or a process. *pool* below stands for the labels POOL_LABELS; `rank` keeps the pools of one engine's ranks apart.
+
+[compatibility.md](compatibility.md#metrics) says what may change between versions, and how; [alerts.md](alerts.md) what
+to alert on, [kubernetes.md](kubernetes.md#grafana) which dashboards there are.
+"""
+
+
+def metrics() -> str:
+    """The reference of all metrics."""
+    pool_labels = ", ".join(f"`{label}`" for label in LABELS)
+    lines = [METRICS_HEAD.replace("POOL_LABELS", pool_labels)]
+    for part in catalogue():
+        lines += [f"## {part.title}", "", "| metric | type | labels | meaning |", "|---|---|---|---|"]
+        for family in part.families:
+            of_pool = family.labels[: len(LABELS)] == LABELS
+            more = family.labels[len(LABELS) :] if of_pool else family.labels
+            labels = ", ".join((["*pool*"] if of_pool else []) + [f"`{label}`" for label in more])
+            meaning = family.meaning.replace("|", "\\|").replace("**", "^").replace("<", "&lt;")
+            lines.append(f"| `{family.name}` | {family.kind} | {labels} | {meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def files() -> dict[Path, str]:
     """Every file with what it must hold."""
     return {
         OPERATOR_RULES: operator_rules(),
+        ROOT / "docs" / "metrics.md": metrics(),
         GRAFANA / "fleet.json": fleet(),
         GRAFANA / "pool.json": pool(),
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the files of deploy/ that follow from others.")
+    parser = argparse.ArgumentParser(description="Write the files that follow from others.")
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where a file is out of date")
     check = parser.parse_args().check
     stale = [path for path, text in files().items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
