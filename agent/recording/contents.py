@@ -357,7 +357,7 @@ def decode_events(payload: bytes) -> tuple[int, NDArray[np.void]]:
     if count > MAX_EVENTS or len(payload) != _EVENTS.size + count * layout.EVENT.itemsize:
         raise ValueError(f"{count} events do not fit their chunk")
     planes = np.frombuffer(payload, np.uint8, offset=_EVENTS.size).reshape(layout.EVENT.itemsize, count)
-    rows = np.ascontiguousarray(planes.T).reshape(-1).view(layout.EVENT)
+    rows = planes.T.copy().reshape(-1).view(layout.EVENT)
     rows["time_ns"] = np.cumsum(rows["time_ns"])
     return first, rows
 

@@ -105,7 +105,7 @@ class Recorder:
     def poll(self) -> Outcome:
         """Take what the ring holds, and a sample where one is due. Raises RecordingFull, MapCorrupt."""
         alive = self.source.writer_alive()
-        self._take_events(None)
+        self._take_events(None, self.clock.monotonic())
         now = self.clock.monotonic()
         if alive and now < self._sample_due:
             return "recording"
@@ -119,7 +119,7 @@ class Recorder:
             self._sample_due = now + self.interval_seconds
             return "recording" if alive else "died"
         self._unavailable = False
-        self._take_events(snapshot.event_head)
+        self._take_events(snapshot.event_head, now)
         self._write_sample(snapshot, alive, whole, now)
         if alive:
             return "recording"
@@ -146,12 +146,14 @@ class Recorder:
                 snapshot = self.source.read(timeout_seconds)
         return snapshot, False
 
-    def _take_events(self, until: int | None) -> None:
-        """Write what the ring holds from the next event on, up to before number `until`, and follow it."""
+    def _take_events(self, until: int | None, now: float) -> None:
+        """Write what the ring holds from the next event on, up to before number `until`, and follow it.
+
+        What leads to a sample has the sample's time: the time line never goes back.
+        """
         if until is not None and until <= self._next_event:
             return
         batch = self.source.events(self._next_event)
-        now = self.clock.monotonic()
         if batch.missed:
             lost = batch.missed if until is None else min(batch.missed, until - self._next_event)
             self.writer.append(ChunkKind.GAP, self._line_ns(now), encode_gap(self._next_event, lost))
