@@ -18,6 +18,7 @@ It runs in the environment that scripts/vllm_env.sh prints, and builds that when
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -71,6 +72,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
     from engine_shim import MapObserver, MapSpec
     from engine_shim.adapters.hooks import Hooks
+    from engine_shim.adapters.vllm.compiled import compile_store
     from engine_shim.adapters.vllm.pool_tap import Place, PoolTap
 
     def fail(error: BaseException) -> None:
@@ -97,6 +99,9 @@ def measure(rounds: int) -> dict[str, Any]:
             events_per_second=500_000,
         )
         observer = MapObserver.create(spec, Path(place))
+        importlib.import_module("numba")  # as if this were an engine core's own process
+        if reason := compile_store(observer, os.environ):
+            print(f"not compiled: {reason}")
         pools = {"bare": new_pool(), "residency": new_pool(KVCacheMetricsCollector(0.01)), "ours": new_pool()}
         PoolTap(pools["ours"], observer, Place(), fail, nulls_in_tables=False).install(Hooks())
         publishes = dict.fromkeys(pools, nothing) | {"ours": lambda: observer.step_ended(1, 0)}

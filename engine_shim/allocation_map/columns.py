@@ -17,7 +17,6 @@ from engine_shim.layout import EventKind
 _UNPIN = int(EventKind.UNPIN)
 _MS_MASK = 0xFFFFFFFF
 _SEGMENT_BITS = layout.SEGMENT_BLOCKS.bit_length() - 1
-_ONE = np.uint64(1)
 # In the columns' own types: a scatter that has to cast takes twice as long.
 _STATE_AFTER = journal.STATE_AFTER.astype(np.uint8)
 _REFERENCES_AFTER = journal.REFERENCES_AFTER.astype(np.uint16)
@@ -39,17 +38,16 @@ class ColumnStore:
     def __init__(self, writer: MapWriter) -> None:
         self._columns = columns = writer.columns
         blocks = writer.spec.total_blocks
-        self._touched_ms: NDArray[Any] = columns["touched"] if "touched" in columns else np.zeros(blocks, np.uint32)
-        self._references: NDArray[Any] = (
+        self.touched_ms: NDArray[Any] = columns["touched"] if "touched" in columns else np.zeros(blocks, np.uint32)
+        self.references: NDArray[Any] = (
             columns["references"] if "references" in columns else np.zeros(blocks, np.uint16)
         )
-        self._born_ms = np.zeros(blocks, np.uint32)
+        self.born_ms = np.zeros(blocks, np.uint32)
         self._last_place = np.zeros(blocks, np.int32)
-        own: list[NDArray[Any]] = [self._touched_ms, self._references, self._born_ms]
+        own: list[NDArray[Any]] = [self.touched_ms, self.references, self.born_ms]
         self._row_arrays = tuple({id(array): array for array in [*columns.values(), *own]}.values())
         self._created_ns = writer.created_unix_ns
         self._segment_words = writer.tables["segments"]
-        self._in_segment = np.zeros(len(self._segment_words), bool)
         # Signed, since NumPy adds signed numbers to unsigned ones as floats; the bits are the same.
         self._state_counts: NDArray[np.int64] = writer.live.state_counts.view(np.int64)
         table = writer.tables["histograms"]
@@ -67,9 +65,9 @@ class ColumnStore:
         by_block: journal.BlockOrder | None = None
         durations = []
         for index, kinds, since, starts in (
-            (0, journal.ENDS_LIFE, self._born_ms, journal.BEGINS_LIFE),
-            (1, journal.EVICTS, self._touched_ms, journal.TOUCHES),
-            (2, journal.HITS, self._touched_ms, journal.TOUCHES),
+            (0, journal.ENDS_LIFE, self.born_ms, journal.BEGINS_LIFE),
+            (1, journal.EVICTS, self.touched_ms, journal.TOUCHES),
+            (2, journal.HITS, self.touched_ms, journal.TOUCHES),
         ):
             if not kinds.in_any(batch):
                 continue
@@ -115,15 +113,9 @@ class ColumnStore:
         changed = ahead.changed
         state = self._columns["state"]
         counts_before = np.bincount(state.take(changed), minlength=8)
-        flags = self._in_segment
-        flags[changed >> _SEGMENT_BITS] = True
-        if len(batch.moved_blocks):
-            flags[batch.moved_blocks >> _SEGMENT_BITS] = True
-        segments = flags.nonzero()[0]
-        flags[segments] = False
+        segments = self._segments_of(batch, changed)
         # Odd from here to the end. What raises or interrupts in between leaves them so: nobody believes them then.
-        opened = self._segment_words.take(segments) + _ONE
-        self._segment_words[segments] = opened
+        self._segment_words += segments
         self._store_states(batch)
         counts_after = np.bincount(state.take(changed), minlength=8)
         self._store_references(batch)
@@ -131,18 +123,27 @@ class ColumnStore:
         if (tokens := self._columns.get("tokens")) is not None and journal.SETS_TOKENS.in_any(batch):
             _store_tokens(tokens, batch, tokens_written)
         touched = journal.TOUCHES.part(batch)
-        self._touched_ms[touched.rows] = ahead.now_ms.take(touched.entry)
+        now_ms = ahead.now_ms.take(touched.entry)
+        self.touched_ms[touched.rows] = now_ms
         if journal.SETS_BIRTH.in_any(batch):
             born = journal.SETS_BIRTH.part(batch)
-            self._born_ms[born.rows] = ahead.now_ms.take(born.entry)
+            self.born_ms[born.rows] = now_ms if born is touched else ahead.now_ms.take(born.entry)
         if len(batch.moved_blocks):
             for array in self._row_arrays:
                 array[batch.moved_blocks] = array[batch.moved_rows]
-        self._segment_words[segments] = opened + _ONE
-        self._state_counts += (counts_after - counts_before)[:8]
+        self._segment_words += segments
+        counts_after -= counts_before
+        self._state_counts += counts_after[:8]
         for index, seconds, counts in ahead.durations:
             self._bucket_counts[index] += counts
             self._sums[index] += seconds
+
+    def _segments_of(self, batch: Batch, changed: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """1 for each segment that has one of these rows, or a block that moved; 0 for the others."""
+        hits = np.bincount(changed >> _SEGMENT_BITS, minlength=len(self._segment_words))
+        if len(batch.moved_blocks):
+            hits[batch.moved_blocks >> _SEGMENT_BITS] = 1
+        return np.minimum(hits, 1).view(np.uint64)
 
     def _store_states(self, batch: Batch) -> None:
         state = self._columns["state"]
@@ -160,15 +161,15 @@ class ColumnStore:
         if not journal.ADDS_REFERENCES.in_any(batch):
             if journal.SETS_REFERENCES.in_any(batch):
                 part = journal.SETS_REFERENCES.part(batch)
-                self._references[part.rows] = _REFERENCES_AFTER.take(batch.entry_kind).take(part.entry)
+                self.references[part.rows] = _REFERENCES_AFTER.take(batch.entry_kind).take(part.entry)
             return
         # Additions after the last setter of each block count on top of it.
         kind, rows = batch.kind, batch.rows
         to = journal.REFERENCES_AFTER.take(kind)
         added = journal.REFERENCES_ADDED.take(kind)
-        before = self._references[rows].astype(np.int64)
+        before = self.references[rows].astype(np.int64)
         count = journal.running(journal.order_by_block(rows), to >= 0, to, added, before)
-        self._references[rows] = np.clip(count, 0, 0xFFFF)
+        self.references[rows] = np.clip(count, 0, 0xFFFF)
 
     def _store_holders(self, batch: Batch) -> None:
         """Owner, position and group. A position means nothing where nobody owns the block, so that it is stored with
@@ -178,7 +179,7 @@ class ColumnStore:
             part = journal.SETS_OWNER.part(batch)
             if (owner := columns.get("owner")) is not None:
                 values: Any = 0
-                if batch.bits.owner:
+                if batch.has_owners:
                     values = (batch.entry_owner * journal.TAKES_OWNER.entries(batch)).astype(np.uint32).take(part.entry)
                 owner[part.rows] = values
             if (position := columns.get("position")) is not None:
@@ -188,7 +189,7 @@ class ColumnStore:
         if (group := columns.get("group")) is not None and journal.SETS_GROUP.in_any(batch):
             part = journal.SETS_GROUP.part(batch)
             values = _GROUP_AFTER.take(batch.entry_kind)
-            if batch.bits.extra:
+            if batch.has_extras:
                 values |= journal.TAKES_OWNER.entries(batch) * batch.entry_extra.astype(np.uint8)
             group[part.rows] = values.take(part.entry)
 

@@ -1,14 +1,15 @@
 """Turns what happened during one engine step into column values, in bulk.
 
-The engine's hot path only appends one tuple for a call. Here a step's tuples become flat arrays, one element for each
-block named, in the order in which things happened; every column then is a scatter, in which the last value for a
-block wins. That costs some 90 NumPy calls of half a microsecond a step, instead of several for every allocation.
+The engine's hot path only extends two lists of ints for a call: what happened, and the blocks. Here they become flat
+arrays, one element for each block named, in the order in which things happened; every column then is a scatter, in
+which the last value for a block wins. That costs some 70 NumPy calls of half a microsecond a step, instead of several
+for every allocation. Lists of ints, and not of tuples: nothing in them is for Python's collector to look at.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,17 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.layout import HISTOGRAM_BOUNDS_SECONDS, BlockState, EventKind
+from engine_shim.layout import COUNTERS, HISTOGRAM_BOUNDS_SECONDS, BlockState, EventKind
 
 # Beside the event kinds, and making no events:
 WROTE = 0  # tokens were written
 HELD = max(EventKind) + 1  # a block in use names another holder from now on
 
-Entry = tuple[int, Sequence[int], int, int, int, int]
-"""kind, blocks, owner, first position, extra (group; or state after an unpin), time in ns."""
+Head = tuple[int, int, int, int]
+"""One entry: time in ns, number of blocks, owner | extra << 32 (group; or state after an unpin), kind | first position
+<< 32. But for the number these are the words of its events in the ring already."""
 
+HEAD_FIELDS = 4
+HIGH = 32  # bits to the upper half of a word
 _KINDS = HELD + 1
-_FIELDS = 6  # of an entry
 
 
 def _table(values: dict[EventKind, int], default: int = 0) -> NDArray[np.int64]:
@@ -110,8 +113,22 @@ SETS_REFERENCES = KindSet(*np.flatnonzero(REFERENCES_AFTER >= 0).tolist())
 ADDS_REFERENCES = KindSet(*np.flatnonzero(REFERENCES_ADDED).tolist())
 OWNER_BLOCKS = _table({_E.ALLOCATE: 1, _E.REUSE: 1, _E.SHARE: 1, _E.UNSHARE: -1, _E.FREE: -1, _E.CACHE: -1})
 
+EVENT_COUNTERS = tuple(
+    (int(kind), COUNTERS.index(name))
+    for kind, name in (
+        (_E.ALLOCATE, "blocks_allocated"),
+        (_E.FREE, "blocks_freed"),
+        (_E.CACHE, "blocks_freed"),
+        (_E.EVICT, "blocks_evicted"),
+        (_E.REUSE, "blocks_reused"),
+    )
+)
+
 _NOTHING: NDArray[np.int64] = np.zeros(0, np.int64)
-_BOUNDS_MS = np.array([round(bound * 1000) for bound in HISTOGRAM_BOUNDS_SECONDS], np.uint32)
+_ENTRY_SHIFT = 40  # above any block number
+_KIND_MASK, _LOW = 0xFF, 0xFFFFFFFF
+_KIND_BITS = [1 << kind for kind in range(_KINDS)]
+BOUNDS_MS = np.array([round(bound * 1000) for bound in HISTOGRAM_BOUNDS_SECONDS], np.uint32)
 _PLACES: NDArray[np.int64] = np.arange(1 << 16)
 _SHORT_PLACES: NDArray[np.int32] = np.arange(1 << 16, dtype=np.int32)
 _PLACES.flags.writeable = _SHORT_PLACES.flags.writeable = False
@@ -132,20 +149,6 @@ def whole_numbers(values: Sequence[int]) -> NDArray[np.int64]:
     return np.frombuffer(struct.pack(f"{len(values)}q", *values), np.int64)
 
 
-class Bits(NamedTuple):
-    """What the entries of a batch hold, or-ed: a number out of range shows in a bit that none may have, or by its sign.
-
-    In the order of Entry, with the number of blocks in their place.
-    """
-
-    kind: int
-    length: int
-    owner: int
-    position: int
-    extra: int
-    time_ns: int
-
-
 class Part(NamedTuple):
     """Some elements of a batch; arrays are (p,)."""
 
@@ -158,23 +161,48 @@ class Part(NamedTuple):
 class Batch:
     """A step's entries, flat. Arrays of one element a block named have length n, of one element an entry length e."""
 
+    words: NDArray[np.int64]  # (e, 4) as Head, the position less the place of the first element
     entry_kind: NDArray[np.int64]  # (e,)
-    entry_owner: NDArray[np.int64]  # (e,)
-    entry_position: NDArray[np.int64]  # (e,) of the first block
-    entry_extra: NDArray[np.int64]  # (e,)
-    entry_time_ns: NDArray[np.int64]  # (e,)
     entry_length: NDArray[np.int64]  # (e,)
-    entry_start: NDArray[np.int64]  # (e,) place of the first element
     entry: NDArray[np.int64]  # (n,) which entry
     blocks: NDArray[np.int64]  # (n,)
     rows: NDArray[np.int64]  # (n,) where the block's values stood before the step; `blocks` itself where none moved
     sources: NDArray[np.int64]  # (m,) what moved, and where to, in order
+    totals: Sequence[float]  # how many elements there are of each kind
     kinds: int  # which kinds there are, bit by bit
-    bits: Bits
+    holders: int  # all owners, and the extras above them, or-ed: is there any?
     moved_blocks: NDArray[np.int64]  # (b,) blocks whose values stand elsewhere after the step,
     moved_rows: NDArray[np.int64]  # (b,) and the rows to take them from
     whole: Part  # all of them
     parts: dict[int, Part] = field(default_factory=dict)  # some of them by their kinds' bits, once looked for
+
+    @property
+    def entry_time_ns(self) -> NDArray[np.int64]:
+        """(e,)"""
+        return self.words[:, 0]
+
+    @property
+    def entry_owner(self) -> NDArray[np.int64]:
+        """(e,)"""
+        return self.words[:, 2] & _LOW
+
+    @property
+    def entry_extra(self) -> NDArray[np.int64]:
+        """(e,)"""
+        return self.words[:, 2] >> HIGH
+
+    @property
+    def entry_shift(self) -> NDArray[np.int64]:
+        """(e,) what the position of an entry's blocks is less their place in the batch"""
+        return self.words[:, 3] >> HIGH
+
+    @property
+    def has_owners(self) -> bool:
+        return self.holders & _LOW != 0
+
+    @property
+    def has_extras(self) -> bool:
+        return self.holders >> HIGH != 0
 
     @property
     def kind(self) -> NDArray[np.int64]:
@@ -186,54 +214,54 @@ class Batch:
         """(n,)"""
         return self.entry_shift.take(self.entry) + places(len(self.blocks))
 
-    @property
-    def entry_shift(self) -> NDArray[np.int64]:
-        """(e,) what the position of an entry's blocks is less their place in the batch"""
-        return self.entry_position - self.entry_start
 
-
-def flatten(entries: Sequence[Entry], move_sources: Sequence[Sequence[int]] = ()) -> Batch:
-    """Lay a step's entries out as arrays. Blocks must be ints; a wrong type raises here, before the map is touched.
+def flatten(heads: Sequence[int], named: Sequence[int], move_sources: Sequence[Sequence[int]] = ()) -> Batch:
+    """Lay a step's entries out as arrays: `heads` holds the fields of Head of one entry after the other, `named` the
+    blocks of all of them. Blocks must be ints; a wrong type raises here, before the map is touched.
 
     `move_sources` has, for each MOVE or RELOCATE entry (whose blocks are the destinations), where they came from. Moves
     are not applied one by one: everything later in the step follows its block to the *row* that holds its values, all
     is stored by row, and the rows change places once, at the end.
     """
-    # Of lists, slices and struct: array(), NumPy and zip() take several times as long to lay out Python's small ints.
-    flat: list[Any] = list(chain.from_iterable(entries))
-    lists = flat[1::_FIELDS]
-    count = len(lists)
-    flat[1::_FIELDS] = map(len, lists)
-    kinds = flat[::_FIELDS]
-    blocks = whole_numbers(list(chain.from_iterable(lists)))
-    numbers = np.ascontiguousarray(whole_numbers(flat).reshape(count, _FIELDS).T)
-    kind, lengths, owner, position, extra, time_ns = numbers
-    rows, moved = (blocks, {}) if not move_sources else _follow_moves(kinds, lists, move_sources)
-    start = np.add.accumulate(lengths)
-    start -= lengths
-    entry = places(count).repeat(lengths)
+    # struct: array() and NumPy take several times as long to lay out Python's small ints.
+    words = np.frombuffer(bytearray(struct.pack(f"{len(heads)}q", *heads)), np.int64).reshape(-1, HEAD_FIELDS)
+    blocks = whole_numbers(named)
+    lengths, last = words[:, 1], words[:, 3]
+    kind = last & _KIND_MASK
+    ends = np.add.accumulate(lengths)
+    if int(ends[-1]) != len(blocks):
+        raise ValueError(f"entries of {ends[-1]} blocks name {len(blocks)}")
+    last -= (ends - lengths) << HIGH
+    rows, moved = (blocks, {}) if not move_sources else _follow_moves(kind.tolist(), _lists(heads, named), move_sources)
+    entry = places(len(words)).repeat(lengths)
+    totals = np.bincount(kind, weights=lengths, minlength=_KINDS).tolist()
     return Batch(
+        words=words,
         entry_kind=kind,
-        entry_owner=owner,
-        entry_position=position,
-        entry_extra=extra,
-        entry_time_ns=time_ns,
         entry_length=lengths,
-        entry_start=start,
         entry=entry,
         blocks=blocks,
         rows=rows,
-        kinds=sum([1 << one for one in set(kinds)]),
-        bits=Bits(*np.bitwise_or.reduce(numbers, axis=1).tolist()),
         sources=whole_numbers(list(chain.from_iterable(move_sources))) if move_sources else _NOTHING,
+        totals=totals,
+        kinds=sum([bit for bit, total in zip(_KIND_BITS, totals, strict=True) if total]),
+        holders=int(np.bitwise_or.reduce(words[:, 2])),
         moved_blocks=np.fromiter(moved.keys(), np.int64, len(moved)) if moved else _NOTHING,
         moved_rows=np.fromiter(moved.values(), np.int64, len(moved)) if moved else _NOTHING,
         whole=Part(rows, entry, places(len(rows))),
     )
 
 
+def _lists(heads: Sequence[int], named: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The blocks of each entry."""
+    start = 0
+    for length in heads[1::HEAD_FIELDS]:
+        yield named[start : start + length]
+        start += length
+
+
 def _follow_moves(
-    kinds: Sequence[int], lists: Sequence[Sequence[int]], move_sources: Sequence[Sequence[int]]
+    kinds: Sequence[int], lists: Iterable[Sequence[int]], move_sources: Sequence[Sequence[int]]
 ) -> tuple[NDArray[np.int64], dict[int, int]]:
     """The row of each element, (n,), and the row of each block whose row has changed."""
     row_of: dict[int, int] = {}
@@ -252,30 +280,34 @@ def _follow_moves(
     return np.array(rows, np.int64), row_of
 
 
-def event_runs(batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:
+Runs = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]
+
+
+def event_runs(batch: Batch) -> Runs | None:
     """Cut a batch into runs of neighbouring blocks of one entry: first element, length, whether it goes downwards (None
-    where no run does)."""
-    blocks, entry = batch.blocks, batch.entry
-    total = len(blocks)
+    where no run does). None where no two blocks make a run, so that each element is an event."""
+    total = len(batch.blocks)
+    # The entry above the block in one number: only of one entry are two a step of one apart.
+    keys = batch.entry << _ENTRY_SHIFT
+    keys += batch.blocks
+    step = keys[1:] - keys[:-1]
+    joined = np.abs(step) == 1
+    if not np.count_nonzero(joined):
+        return None if not SILENT.in_any(batch) else (places(total), np.ones(total, np.int64), None)
+    if len(batch.sources):
+        moves = MOVES.part(batch).places
+        joined[moves[moves > 0] - 1] = False  # each move tells where it came from
+    falls = None
+    down = step == -1
+    down &= joined
+    if np.count_nonzero(down):
+        falls = down
+        up = joined & ~down
+        # A run must keep its direction: 5, 6, 5 is two runs.
+        joined[1:] &= ~((up[1:] & down[:-1]) | (down[1:] & up[:-1]))
     breaks = np.empty(total, bool)  # does a run begin here?
     breaks[0] = True
-    falls = None
-    if total > 1:
-        step = blocks[1:] - blocks[:-1]
-        joined = entry[1:] == entry[:-1]
-        if len(batch.sources):
-            moves = MOVES.part(batch).places
-            joined[moves[moves > 0] - 1] = False  # each move tells where it came from
-        up, down = step == 1, step == -1
-        up &= joined
-        down &= joined
-        joined = up
-        if np.count_nonzero(down):
-            falls = down
-            joined = up | down
-            # A run must keep its direction: 5, 6, 5 is two runs.
-            joined[1:] &= ~((up[1:] & down[:-1]) | (down[1:] & up[:-1]))
-        np.logical_not(joined, out=breaks[1:])
+    np.logical_not(joined, out=breaks[1:])
     starts = breaks.nonzero()[0]
     lengths = np.empty(len(starts), np.int64)
     np.subtract(starts[1:], starts[:-1], out=lengths[:-1])
@@ -285,7 +317,7 @@ def event_runs(batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64], NDAr
 
 def histogram_counts(durations_ms: NDArray[np.uint32]) -> NDArray[np.int64]:
     """Durations in ms, by HISTOGRAM_BOUNDS_SECONDS; (bounds + 1,), not cumulative."""
-    return np.bincount(_BOUNDS_MS.searchsorted(durations_ms), minlength=len(_BOUNDS_MS) + 1)
+    return np.bincount(BOUNDS_MS.searchsorted(durations_ms), minlength=len(BOUNDS_MS) + 1)
 
 
 @dataclass(frozen=True, slots=True)

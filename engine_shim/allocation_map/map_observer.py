@@ -6,14 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 from engine_shim import layout
 from engine_shim.allocation_map.folders import writer_folder
-from engine_shim.allocation_map.journal import HELD, WROTE
+from engine_shim.allocation_map.journal import HEAD_FIELDS, HELD, HIGH, WROTE
 from engine_shim.allocation_map.publisher import StepJournal, StepPublisher
+from engine_shim.allocation_map.sequence import Compiler
 from engine_shim.allocation_map.writer import MapSpec, MapWriter
 from engine_shim.errors import KvatlasError
 from engine_shim.layout import BlockState, EventKind
@@ -21,6 +22,7 @@ from engine_shim.layout import BlockState, EventKind
 log = logging.getLogger("kvatlas.shim")
 
 MAX_ENTRIES = 4096  # a pool that never ends a step is published all the same: the journal must not grow
+MAX_FIELDS = MAX_ENTRIES * HEAD_FIELDS
 
 # Plain ints: an IntEnum member costs several times as much to turn into an array element.
 _ALLOCATE, _REUSE, _SHARE, _UNSHARE, _FREE, _CACHE, _EVICT, _PIN, _UNPIN, _RESERVE, _MOVE, _RELOCATE = map(
@@ -42,11 +44,25 @@ _ALLOCATE, _REUSE, _SHARE, _UNSHARE, _FREE, _CACHE, _EVICT, _PIN, _UNPIN, _RESER
 )
 
 
+class OpenJournal(NamedTuple):
+    """An observer's journal, for hooks in which a call of a method for each operation would cost too much.
+
+    An entry is four ints more in `heads` (see journal.Head) and its blocks in `unnamed`: objects of the engine's, whose
+    `block_id` is read when something else needs the list or the step is published, all at once. Once `heads` is longer
+    than MAX_FIELDS, `full` must be called: the journal is published, or emptied where nothing is published any more.
+    """
+
+    heads: list[int]
+    unnamed: list[Any]
+    clock_ns: Callable[[], int]
+    full: Callable[[], None]
+
+
 class MapObserver:
     """A PoolObserver that journals every call and publishes at step ends.
 
-    Nothing here raises into the engine: hot calls append one tuple; everything else runs under `_guarded`, which on
-    the first fault marks the map degraded, logs one line and turns this observer off for good.
+    Nothing here raises into the engine: the first fault marks the map degraded, logs one line and turns this observer
+    off for good.
     """
 
     def __init__(
@@ -57,7 +73,7 @@ class MapObserver:
         self._on = writer is not None
         self._publisher = None if writer is None else StepPublisher(writer, clock_ns)
         self._step = StepJournal()
-        self._journal = self._step.entries
+        self._heads, self._named, self._unnamed = self._step.heads, self._step.named, self._step.unnamed
 
     @classmethod
     def create(
@@ -78,39 +94,20 @@ class MapObserver:
             )
             return cls(None, reason=str(error))
 
-    # ---- hot path: one append each -------------------------------------------------------------------------------
-
     def allocated(self, blocks: Sequence[int], owner: int = 0, position: int = 0, group: int = 0) -> None:
-        if self._on:
-            self._journal.append((_ALLOCATE, blocks, owner, position, group, self._clock_ns()))
-            if len(self._journal) >= MAX_ENTRIES:
-                self.publish()
+        self._record(_ALLOCATE, blocks, owner, position, group)
 
     def reused(self, blocks: Sequence[int], owner: int = 0, position: int = 0, group: int = 0) -> None:
-        if self._on:
-            self._journal.append((_REUSE, blocks, owner, position, group, self._clock_ns()))
-            if len(self._journal) >= MAX_ENTRIES:
-                self.publish()
+        self._record(_REUSE, blocks, owner, position, group)
 
     def freed(self, blocks: Sequence[int], owner: int = 0) -> None:
-        if self._on:
-            self._journal.append((_FREE, blocks, owner, 0, 0, self._clock_ns()))
-            if len(self._journal) >= MAX_ENTRIES:
-                self.publish()
+        self._record(_FREE, blocks, owner)
 
     def cached(self, blocks: Sequence[int], owner: int = 0) -> None:
-        if self._on:
-            self._journal.append((_CACHE, blocks, owner, 0, 0, self._clock_ns()))
-            if len(self._journal) >= MAX_ENTRIES:
-                self.publish()
+        self._record(_CACHE, blocks, owner)
 
     def evicted(self, blocks: Sequence[int]) -> None:
-        if self._on:
-            self._journal.append((_EVICT, blocks, 0, 0, 0, self._clock_ns()))
-            if len(self._journal) >= MAX_ENTRIES:
-                self.publish()
-
-    # ---- the rest ------------------------------------------------------------------------------------------------
+        self._record(_EVICT, blocks)
 
     def shared(self, blocks: Sequence[int], owner: int = 0) -> None:
         self._record(_SHARE, blocks, owner)
@@ -129,10 +126,7 @@ class MapObserver:
 
     def held_by(self, blocks: Sequence[int], owner: int, position: int = 0, group: int = 0) -> None:
         """Blocks in use name this holder from now on, where the one they named has left. Nothing else changes."""
-        if self._on:
-            self._journal.append((HELD, blocks, owner, position, group, self._clock_ns()))
-            if len(self._journal) >= MAX_ENTRIES:
-                self.publish()
+        self._record(HELD, blocks, owner, position, group)
 
     def wrote(self, blocks: Sequence[int], block_tokens: Sequence[int], new_tokens: int) -> None:
         if self._on:
@@ -196,6 +190,17 @@ class MapObserver:
         """Name the allocation policy, after it was switched."""
         self._guarded(lambda publisher: publisher.set_policy(policy))
 
+    def compile(self, compiler: Compiler) -> str:
+        """Let steps be stored by code that `compiler` makes of two functions (see `sequence`), at once and on this
+        thread. "" or why that is not so; then all goes on as before."""
+        if not self._on or self._publisher is None:
+            return self.reason or "nothing is published"
+        try:
+            self._publisher.compile(compiler)
+        except Exception as error:  # noqa: BLE001 - compilers raise what they like
+            return f"{type(error).__name__}: {str(error).strip() or 'no reason given'}".splitlines()[0]
+        return ""
+
     def close(self, *, keep: bool = False) -> None:
         """Publish what is left and remove the map (or keep it, as a black box). Idempotent."""
         self.publish()
@@ -223,10 +228,29 @@ class MapObserver:
         """Where the map is; None where nothing is published."""
         return None if self._publisher is None else self._publisher.writer.path
 
-    def _record(self, kind: int, blocks: Sequence[int], owner: int = 0, extra: int = 0) -> None:
+    def open_journal(self) -> OpenJournal:
+        """The journal itself, for the hottest hooks."""
+        return OpenJournal(self._heads, self._unnamed, self._clock_ns, self._make_room)
+
+    def _make_room(self) -> None:
         if self._on:
-            self._journal.append((kind, blocks, owner, 0, extra, self._clock_ns()))
-            if len(self._journal) >= MAX_ENTRIES:
+            self.publish()
+        else:
+            self._step.clear()
+
+    def _record(self, kind: int, blocks: Sequence[int], owner: int = 0, position: int = 0, extra: int = 0) -> None:
+        if self._on:
+            heads = self._heads
+            try:
+                if (owner | position << 1) >> HIGH or extra >> 8:
+                    raise ValueError(f"no owner, position and group: {owner}, {position}, {extra}")
+                if self._unnamed:
+                    self._step.name()
+                heads.extend((self._clock_ns(), len(blocks), owner | extra << HIGH, kind | position << HIGH))
+                self._named.extend(blocks)
+            except Exception as error:  # noqa: BLE001 - whatever was handed over, it is no fault of the engine's
+                self._fail(error)
+            if len(heads) > MAX_FIELDS:
                 self.publish()
 
     def _guarded(self, action: Callable[[StepPublisher], None]) -> None:

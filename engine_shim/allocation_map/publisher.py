@@ -7,7 +7,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +16,16 @@ from engine_shim import layout
 from engine_shim.allocation_map import journal
 from engine_shim.allocation_map.columns import ColumnStore
 from engine_shim.allocation_map.event_ring import EventRing
-from engine_shim.allocation_map.journal import Batch, Entry, whole_numbers
+from engine_shim.allocation_map.journal import Batch, whole_numbers
+from engine_shim.allocation_map.sequence import Compiler, SequentialStore
 from engine_shim.allocation_map.writer import MapWriter
 from engine_shim.layout import COUNTERS, EventKind
 from engine_shim.text import fit
 
 _FLAGS = {"sleeping": layout.FLAG_SLEEPING, "relocating": layout.FLAG_RELOCATING}
 _COUNTER = {name: index for index, name in enumerate(COUNTERS)}
-_STEPS, _SHIM_CPU_NS = _COUNTER["steps"], _COUNTER["shim_cpu_ns"]
-_EVENT_COUNTERS = (
-    (int(EventKind.ALLOCATE), _COUNTER["blocks_allocated"]),
-    (int(EventKind.FREE), _COUNTER["blocks_freed"]),
-    (int(EventKind.CACHE), _COUNTER["blocks_freed"]),
-    (int(EventKind.EVICT), _COUNTER["blocks_evicted"]),
-    (int(EventKind.REUSE), _COUNTER["blocks_reused"]),
-)
+_STEPS, _SHIM_CPU_NS, _EVENTS_DROPPED = (_COUNTER[name] for name in ("steps", "shim_cpu_ns", "events_dropped"))
+_TIMED_EVERY = 8
 _MOVE_COUNTERS = (
     (EventKind.MOVE, _COUNTER["live_moves"], _COUNTER["live_move_bytes"]),
     (EventKind.RELOCATE, _COUNTER["relocation_copies"], _COUNTER["relocation_bytes"]),
@@ -41,9 +36,11 @@ _SLOT_MASK = (1 << layout.OWNER_SLOT_BITS) - 1
 
 @dataclass(slots=True)
 class StepJournal:
-    """What a step did, in order, until it is published. Hot paths append to `entries` directly."""
+    """What a step did, in order, until it is published. Hot paths extend `heads` and `named` directly."""
 
-    entries: list[Entry] = field(default_factory=list)
+    heads: list[int] = field(default_factory=list)  # the fields of one journal.Head after the other
+    named: list[int] = field(default_factory=list)  # the blocks of all entries, but for the last ones:
+    unnamed: list[Any] = field(default_factory=list)  # these are objects, with a block_id
     token_lists: list[Sequence[int]] = field(default_factory=list)  # one for each WROTE entry
     move_sources: list[Sequence[int]] = field(default_factory=list)  # one for each MOVE or RELOCATE entry
     counted: dict[str, int] = field(default_factory=dict)
@@ -51,8 +48,15 @@ class StepJournal:
     opened: dict[int, tuple[int, str, str, str, int]] = field(default_factory=dict)  # by slot
     closed: list[int] = field(default_factory=list)
 
+    def name(self) -> None:
+        """Let `named` hold the blocks of all entries."""
+        self.named.extend([block.block_id for block in self.unnamed])
+        self.unnamed.clear()
+
     def clear(self) -> None:
-        self.entries.clear()
+        self.heads.clear()
+        self.named.clear()
+        self.unnamed.clear()
         self.token_lists.clear()
         self.move_sources.clear()
         self.counted.clear()
@@ -84,6 +88,13 @@ class StepPublisher:
         self._owner_blocks = np.zeros(writer.spec.owner_slots, np.int64)
         owners = writer.tables["owners"]
         self._blocks_held, self._tokens_held = owners["blocks"], owners["tokens"]
+        self._sequence: SequentialStore | None = None
+        self._until_timed = 0
+        self._untimed = 0
+
+    def compile(self, compiler: Compiler) -> None:
+        """Store steps in compiled code from now on. Raises what stands against it; then all stays as it is."""
+        self._sequence = SequentialStore(self.writer, self._columns, self._events, self._owner_blocks, compiler)
 
     def take_owner(self) -> int:
         """A fresh owner value, of the lowest free slot so that readers need few rows; NO_OWNER when all are taken."""
@@ -96,22 +107,39 @@ class StepPublisher:
     def publish(self, step: StepJournal, running: int | None, waiting: int | None, *, counts: bool = True) -> None:
         """Make a journal visible and clear it. With `running` and `waiting` it counts as an engine step, unless
         `counts` is false: then they are only told."""
-        began = time.thread_time_ns()
+        began = self._begin_timing()
         writer = self.writer
         live, counters = writer.live, self._counters
-        batch = journal.flatten(step.entries, step.move_sources) if step.entries else None
-        if batch is not None and len(batch.blocks) == 0:
-            batch = None  # every call named an empty list
+        if step.unnamed:
+            step.name()
+        batch = prepared = None
+        if step.heads and self._sequence is not None and not step.move_sources:
+            prepared = self._sequence.prepare(step.heads, step.named, step.token_lists)
+        if step.heads and prepared is None:
+            batch = journal.flatten(step.heads, step.named, step.move_sources)
+            if len(batch.blocks) == 0:
+                batch = None  # every call named an empty list
         queues = None if running is None or waiting is None else (running, waiting)
         checked = self._check(step, batch, queues)
         ahead = None if batch is None else self._columns.look_ahead(batch)
         now = self._clock_ns()
         with writer.publishing():
-            if batch is not None and ahead is not None:
+            if checked.opened:
+                self._open_owners(checked)
+            if self._sequence is not None and prepared is not None:
+                if lost := self._sequence.store(prepared):
+                    counters[_EVENTS_DROPPED] += lost
+            elif batch is not None and ahead is not None:
                 self._columns.store(batch, ahead, checked.tokens)
                 self._count(batch)
-                self._write_events(batch)
-            self._write_owners(step, checked, batch)
+                if lost := self._events.append(batch):
+                    counters[_EVENTS_DROPPED] += lost
+                if batch.has_owners:
+                    self._count_holders(batch)
+            for slots, tokens in checked.progress:
+                self._tokens_held[slots] = tokens
+            if step.closed:
+                self._close_owners(step)
             for name, amount in step.counted.items():
                 counters[_COUNTER[name]] += amount
             if queues is not None:
@@ -120,8 +148,20 @@ class StepPublisher:
                     counters[_STEPS] += 1
                     live.last_step_unix_ns[0] = now
             live.published_unix_ns[0] = now
-            counters[_SHIM_CPU_NS] += time.thread_time_ns() - began
+            if began:
+                counters[_SHIM_CPU_NS] += self._untimed * (time.thread_time_ns() - began)
+                self._untimed = 0
         step.clear()
+
+    def _begin_timing(self) -> int:
+        """The clock of this thread's CPU time costs more than much of a publish, so that one in eight stands for all;
+        0 for the others."""
+        self._untimed += 1
+        self._until_timed -= 1
+        if self._until_timed >= 0:
+            return 0
+        self._until_timed = _TIMED_EVERY - 1
+        return time.thread_time_ns()
 
     def _check(self, step: StepJournal, batch: Batch | None, queues: tuple[int, int] | None) -> _Checked:
         """What could go wrong in a store is found here, before the map is touched."""
@@ -163,12 +203,9 @@ class StepPublisher:
             if len(blocks) and int(np.maximum.reduce(blocks.view(np.uint64))) >= total:
                 wrong = blocks[(blocks < 0) | (blocks >= total)][0]
                 raise IndexError(f"block {wrong} is not in a pool of {total}")
-        bits = batch.bits
-        _in_range("an owner", bits.owner, 1 << 32)
-        if bits.owner & _SLOT_MASK:
+        # Numbers or-ed are no less than the greatest.
+        if batch.holders & _SLOT_MASK >= self.writer.spec.owner_slots:
             _in_range("an owner's slot", int((batch.entry_owner & _SLOT_MASK).max()), self.writer.spec.owner_slots)
-        _in_range("a position", bits.position, 1 << 32)
-        _in_range("a group", bits.extra, layout.NO_GROUP + 1)
         if not step.token_lists and not journal.WRITES.in_any(batch):
             return _NOTHING
         parts = [whole_numbers(part) for part in step.token_lists]
@@ -179,9 +216,8 @@ class StepPublisher:
         return tokens
 
     def _count(self, batch: Batch) -> None:
-        counters = self._counters
-        totals = np.bincount(batch.entry_kind, weights=batch.entry_length, minlength=len(journal.STATE_AFTER)).tolist()
-        for event, counter in _EVENT_COUNTERS:
+        counters, totals = self._counters, batch.totals
+        for event, counter in journal.EVENT_COUNTERS:
             if total := totals[event]:
                 counters[counter] += int(total)
         if len(batch.sources):
@@ -189,27 +225,25 @@ class StepPublisher:
                 counters[count] += int(totals[event])
                 counters[size] += int(totals[event]) * self.writer.spec.block_bytes
 
-    def _write_events(self, batch: Batch) -> None:
-        if lost := self._events.append(batch):
-            self._counters[_COUNTER["events_dropped"]] += lost
-
-    def _write_owners(self, step: StepJournal, checked: _Checked, batch: Batch | None) -> None:
+    def _open_owners(self, checked: _Checked) -> None:
         table, live = self.writer.tables["owners"], self.writer.live
         for slot, row in checked.opened:
             self._owner_blocks[slot] = 0
             table[slot] = row
-        if step.opened:
-            live.owner_rows[0] = max(int(live.owner_rows[0]), max(step.opened) + 1)
-        if batch is not None and batch.bits.owner:
-            # Nobody's blocks, and entries that change nothing, fall out of the product.
-            change = journal.OWNER_BLOCKS.take(batch.entry_kind) * batch.entry_length
-            held = (batch.entry_owner * change).nonzero()[0]
-            if len(held):
-                slots = batch.entry_owner.take(held) & _SLOT_MASK
-                np.add.at(self._owner_blocks, slots, change.take(held))
-                self._blocks_held[slots] = np.maximum(self._owner_blocks.take(slots), 0)
-        for slots, tokens in checked.progress:
-            self._tokens_held[slots] = tokens
+        live.owner_rows[0] = max(int(live.owner_rows[0]), max(slot for slot, _ in checked.opened) + 1)
+
+    def _count_holders(self, batch: Batch) -> None:
+        # Nobody's blocks, and entries that change nothing, fall out of the product.
+        change = journal.OWNER_BLOCKS.take(batch.entry_kind) * batch.entry_length
+        owner = batch.entry_owner
+        held = (owner * change).nonzero()[0]
+        if len(held):
+            slots = owner.take(held) & _SLOT_MASK
+            np.add.at(self._owner_blocks, slots, change.take(held))
+            self._blocks_held[slots] = np.maximum(self._owner_blocks.take(slots), 0)
+
+    def _close_owners(self, step: StepJournal) -> None:
+        table = self.writer.tables["owners"]
         for owner in step.closed:
             slot = owner & _SLOT_MASK
             if int(table["owner"][slot]) == owner:

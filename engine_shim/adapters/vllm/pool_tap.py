@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine_shim.adapters.hooks import Hook, Hooks, Method
-from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.allocation_map.map_observer import MAX_FIELDS, MapObserver
+from engine_shim.layout import EventKind
+
+_ALLOCATE, _FREE, _CACHE = int(EventKind.ALLOCATE), int(EventKind.FREE), int(EventKind.CACHE)
 
 Fault = Callable[[BaseException], None]
 
@@ -103,20 +106,27 @@ class PoolTap:
 
         return pop
 
+    # The next two are called several times a step: they write to the journal themselves, from their own locals.
+
     def _around_get_new_blocks(self, hook: Hook) -> Method:
-        observer, place, dropped, fault = self.observer, self.place, self._dropped, self._fault
+        inner, place, dropped, fault = hook.inner, self.place, self._dropped, self._fault
+        evicted = self.observer.evicted
+        heads, unnamed, now, make_room = self.observer.open_journal()
+        note, name, most, kind = heads.extend, unnamed.extend, MAX_FIELDS, _ALLOCATE
 
         def get_new_blocks(num_blocks: int) -> Any:
-            blocks = hook.inner(num_blocks)
+            blocks = inner(num_blocks)
             try:
-                ids = [block.block_id for block in blocks]
                 if dropped:
-                    observer.evicted(list(dict.fromkeys(dropped)))
+                    evicted(list(dict.fromkeys(dropped)))
                     dropped.clear()
                 if place.manager is None:
-                    observer.allocated(ids)
-                elif ids:
-                    place.fresh.append(ids)
+                    note((now(), len(blocks), 0, kind))
+                    name(blocks)
+                    if len(heads) > most:
+                        make_room()
+                elif blocks:
+                    place.fresh.append([block.block_id for block in blocks])
             except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
                 fault(error)
             return blocks
@@ -124,44 +134,58 @@ class PoolTap:
         return get_new_blocks
 
     def _around_free_blocks(self, hook: Hook) -> Method:
-        observer, place, fault = self.observer, self.place, self._fault
-        pool, null, nulls_in_tables = self.pool, self._null, self._nulls_in_tables
+        """Where the free queue has grown by as many blocks as were given back, and at one end alone, they had one fate:
+        vLLM puts blocks without a hash at its front, and others at its end."""
+        inner, place, fault, given_back = hook.inner, self.place, self._fault, self._given_back
+        heads, unnamed, now, make_room = self.observer.open_journal()
+        note, name, most, without_hash, with_hash = heads.extend, unnamed.extend, MAX_FIELDS, _FREE, _CACHE
+        queue = self.pool.free_block_queue
+        head, tail = queue.fake_free_list_head, queue.fake_free_list_tail
 
         def free_blocks(ordered_blocks: Iterable[Any]) -> Any:
             blocks = list(ordered_blocks)  # vLLM gives iterators, which can be read once
-            result = hook.inner(blocks)
+            count, first, last = queue.num_free_blocks, head.next_free_block, tail.prev_free_block
+            result = inner(blocks)
             try:
-                freed: list[int] = []
-                cached: list[int] = []
-                held: list[int] = []
-                for block in blocks:
-                    if block.ref_cnt:
-                        held.append(block.block_id)
-                    elif block._block_hash is None:
-                        freed.append(block.block_id)
-                    else:
-                        cached.append(block.block_id)
-                if nulls_in_tables:
-                    # Padding, and blocks that vLLM passed on to the pool they belong to.
-                    ours = {block.block_id for block in blocks if block.pool is pool}
-                    ours.discard(null)
-                    freed, cached, held = ([b for b in ids if b in ours] for ids in (freed, cached, held))
-                owner = place.owner
-                if freed:
-                    observer.freed(freed, owner)
-                if cached:
-                    observer.cached(cached, owner)
-                if held:
-                    observer.unshared(held, owner)
-                    if owner:
-                        self.left.append((held, owner))
-                if not owner and self.on_release is not None:
-                    self.on_release(held)
+                number = len(blocks)
+                one_fate = queue.num_free_blocks - count == number
+                if one_fate and tail.prev_free_block is last:
+                    note((now(), number, place.owner, without_hash))
+                elif one_fate and head.next_free_block is first:
+                    note((now(), number, place.owner, with_hash))
+                else:
+                    given_back(blocks)
+                    return result
+                name(blocks)
+                if len(heads) > most:
+                    make_room()
             except Exception as error:  # noqa: BLE001 - see above
                 fault(error)
             return result
 
         return free_blocks
+
+    def _given_back(self, blocks: list[Any]) -> None:
+        """Blocks of which some are cached, or still in use, or padding, or of the pool that vLLM passed them on to."""
+        observer, owner = self.observer, self.place.owner
+        if self._nulls_in_tables:
+            pool, null = self.pool, self._null
+            blocks = [block for block in blocks if block.pool is pool and block.block_id != null]
+        idle = [block for block in blocks if not block.ref_cnt]
+        freed = [block.block_id for block in idle if block._block_hash is None]
+        cached = [block.block_id for block in idle if block._block_hash is not None]
+        if freed:
+            observer.freed(freed, owner)
+        if cached:
+            observer.cached(cached, owner)
+        if len(idle) == len(blocks):
+            return
+        held = [block.block_id for block in blocks if block.ref_cnt]
+        observer.unshared(held, owner)
+        if owner:
+            self.left.append((held, owner))
+        elif self.on_release is not None:
+            self.on_release(held)
 
     def _around_touch(self, hook: Hook) -> Method:
         observer, place, null, fault = self.observer, self.place, self._null, self._fault

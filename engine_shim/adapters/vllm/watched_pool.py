@@ -8,6 +8,7 @@ from typing import Any
 from engine_shim.adapters.hooks import Hook, Hooks, Method
 from engine_shim.adapters.opening import open_map, whole_number
 from engine_shim.adapters.vllm.audit import Audit
+from engine_shim.adapters.vllm.compiled import compile_store
 from engine_shim.adapters.vllm.pins import CONNECTOR, PinBook
 from engine_shim.adapters.vllm.pool_tap import Place, PoolTap
 from engine_shim.adapters.vllm.requests import RequestBook
@@ -42,6 +43,7 @@ class WatchedPool:
         self._findings = findings
         self._fault = fault
         self.observer = open_map(spec)
+        compile_store(self.observer, environment)
         self.pins = PinBook(pool, self.observer)
         self.place = Place()
         plain = len(self.managers) == 1 and _keeps_whole_tables(self.managers[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,13 +54,26 @@ def test_running_adds_on_top_of_the_last_setter(elements: list[tuple[int, bool, 
     assert got.tolist() == expected
 
 
+def flat(entries: list[tuple[int, list[int], int, int]]) -> journal.Batch:
+    """Entries of (kind, blocks, owner, position), as an observer notes them."""
+    heads = [word for kind, blocks, owner, position in entries
+             for word in (0, len(blocks), owner, kind | position << journal.HIGH)]  # fmt: skip
+    return journal.flatten(heads, [block for _, blocks, _, _ in entries for block in blocks])
+
+
+def runs_of(batch: journal.Batch) -> journal.Runs:
+    """Also where no two blocks make a run."""
+    alone = (np.arange(len(batch.blocks)), np.ones(len(batch.blocks), np.int64), None)
+    return journal.event_runs(batch) or alone
+
+
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=6))
 def test_event_runs_spell_the_same_blocks_in_the_same_order(lists: list[list[int]]) -> None:
-    entries = [(int(EventKind.ALLOCATE), blocks, number, 0, 0, 0) for number, blocks in enumerate(lists)]
-    batch = journal.flatten(entries)
+    entries = [(int(EventKind.ALLOCATE), blocks, number, 0) for number, blocks in enumerate(lists)]
+    batch = flat(entries)
     spelled = []
     owners = []
-    starts, lengths, falling = journal.event_runs(batch)
+    starts, lengths, falling = runs_of(batch)
     downwards = np.zeros(len(starts), bool) if falling is None else falling
     for start, length, down in zip(starts, lengths, downwards, strict=True):
         first = int(batch.blocks[start])
@@ -71,20 +85,23 @@ def test_event_runs_spell_the_same_blocks_in_the_same_order(lists: list[list[int
 
 def test_a_table_that_grows_upwards_or_is_freed_backwards_is_one_event() -> None:
     entries = [
-        (int(EventKind.ALLOCATE), list(range(10, 200)), 1, 0, 0, 0),
-        (int(EventKind.FREE), list(range(199, 9, -1)), 1, 0, 0, 0),
+        (int(EventKind.ALLOCATE), list(range(10, 200)), 1, 0),
+        (int(EventKind.FREE), list(range(199, 9, -1)), 1, 0),
     ]
-    starts, lengths, falling = journal.event_runs(journal.flatten(entries))
+    starts, lengths, falling = runs_of(flat(entries))
     assert lengths.tolist() == [190, 190]
     assert falling is not None
     assert falling.tolist() == [False, True]
     assert starts.tolist() == [0, 190]
 
 
+def test_entries_that_do_not_name_as_many_blocks_as_they_say_are_refused() -> None:
+    with pytest.raises(ValueError, match="entries of 2 blocks name 3"):
+        journal.flatten([0, 2, 0, 1], [4, 5, 6])
+
+
 def test_positions_follow_the_first_one_within_each_entry() -> None:
-    batch = journal.flatten(
-        [(1, [7, 3, 9], 0, 5, 0, 0), (1, [4], 0, 0, 0, 0), (1, [], 0, 9, 0, 0), (1, [8, 8], 0, 2, 0, 0)]
-    )
+    batch = flat([(1, [7, 3, 9], 0, 5), (1, [4], 0, 0), (1, [], 0, 9), (1, [8, 8], 0, 2)])
     assert batch.position.tolist() == [5, 6, 7, 0, 2, 3]
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine_shim import BlockState, MapObserver, MapReader, MapSpec
 from engine_shim.allocation_map.map_observer import MAX_ENTRIES
+from engine_shim.allocation_map.sequence import Compiler, look_over
 from engine_shim.errors import MapUnavailable
 from engine_shim.layout import OPTIONAL_COLUMNS, EventKind
 from engine_shim.snapshot import MapSnapshot
@@ -180,10 +182,20 @@ def replayed_states(observer: MapObserver) -> list[int]:
     return state
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def as_it_is(function: object) -> object:
+    """A compiler that leaves the code that is to be compiled as it is."""
+    return function
+
+
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["in bulk", "block by block"])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(steps=STEPS)
-def test_the_map_says_what_a_plain_model_says(tmp_path: Path, steps: list[tuple[str, list[int], int]]) -> None:
+def test_the_map_says_what_a_plain_model_says(
+    tmp_path: Path, one_by_one: bool, steps: list[tuple[str, list[int], int]]
+) -> None:
     observer = MapObserver.create(spec(), tmp_path)
+    if one_by_one:
+        assert observer.compile(as_it_is) == ""
     try:
         owners = [observer.open_owner(f"request-{number}") for number in range(4)]
         model = Plain()
@@ -208,6 +220,107 @@ def test_the_map_says_what_a_plain_model_says(tmp_path: Path, steps: list[tuple[
         assert replayed_states(observer) == model.state
     finally:
         observer.close()
+
+
+def told(observer: MapObserver) -> dict[str, object]:
+    """All that a map says and a reader may rely on."""
+    snapshot = read(observer)
+    assert snapshot.owner is not None
+    assert snapshot.position is not None
+    assert observer.path is not None
+    reader = MapReader(observer.path)
+    events = reader.events(0)
+    reader.close()
+    happened = []
+    for event in events.events:
+        step = -1 if event["descending"] else 1
+        same = [int(event[name]) for name in ("kind", "owner", "other", "time_ns")]
+        happened += [
+            (*same, int(event["block"]) + step * i, int(event["position"]) + i) for i in range(int(event["count"]))
+        ]
+    columns = {name: column.tolist() for name, column in observer.columns.items() if name != "position"}
+    return {
+        **columns,
+        "position": np.where(snapshot.owner != 0, snapshot.position, 0).tolist(),
+        "counts": snapshot.state_counts,
+        "counters": {name: value for name, value in snapshot.counters.items() if name != "shim_cpu_ns"},
+        "histograms": snapshot.histograms,
+        "owners": snapshot.owners,
+        "events": happened,
+    }
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(steps=STEPS, ticks=st.lists(st.integers(-(10**9), 10**11), min_size=40, max_size=40))
+def test_block_by_block_a_step_is_stored_as_in_bulk(
+    tmp_path: Path, steps: list[tuple[str, list[int], int]], ticks: list[int]
+) -> None:
+    """Whatever happens, and also where the clock goes backwards."""
+
+    def play_with(name: str, compiler: Compiler | None) -> dict[str, object]:
+        clock = [1_700_000_000_000_000_000]
+        observer = MapObserver.create(spec(engine_id=name), tmp_path, clock_ns=lambda: clock[0])
+        try:
+            if compiler is not None:
+                assert observer.compile(compiler) == ""
+            owners = [observer.open_owner(f"request-{number}") for number in range(4)]
+            model = Plain()
+            for step, tick in zip(steps, ticks, strict=False):
+                clock[0] += tick
+                play(observer, model, [step], owners)
+            observer.close_owner(owners[3])
+            observer.step_ended(1, 2)
+            assert observer.reason == ""
+            return told(observer)
+        finally:
+            observer.close()
+
+    def without_storing(function: Any) -> Any:
+        return function if function is look_over else lambda *arguments: None
+
+    in_bulk = play_with("bulk", None)
+    assert play_with("sequence", as_it_is) == in_bulk
+    if in_bulk["events"] and not any(name == "move" for name, *_ in steps):
+        assert play_with("nothing", without_storing) != in_bulk
+
+
+def test_a_compiler_that_fails_changes_nothing(observer: MapObserver, tmp_path: Path) -> None:
+    def failing(function: object) -> object:
+        raise RuntimeError("no such machine\nmore of it")
+
+    def wrong(function: object) -> object:
+        return lambda *arguments: 7
+
+    assert observer.compile(failing) == "RuntimeError: no such machine"
+    assert observer.compile(wrong) == "ValueError: compiled, an empty step is not empty"
+    observer.allocated([1, 2])
+    observer.step_ended(1, 0)
+    assert read(observer).state_counts[USED] == 2
+    narrow = MapObserver.create(spec(engine_id="narrow", columns=("state", "owner")), tmp_path)
+    assert "the map has no references" in narrow.compile(as_it_is)
+    narrow.close()
+    assert narrow.compile(as_it_is) == "nothing is published"
+
+
+def test_an_open_journal_is_named_in_order_and_emptied_where_nothing_is_published(observer: MapObserver) -> None:
+    @dataclass
+    class Block:
+        block_id: int
+
+    journal = observer.open_journal()
+    journal.heads.extend((journal.clock_ns(), 2, 0, int(EventKind.ALLOCATE)))
+    journal.unnamed.extend([Block(3), Block(5)])
+    observer.freed([5])
+    journal.heads.extend((journal.clock_ns(), 1, 0, int(EventKind.ALLOCATE)))
+    journal.unnamed.append(Block(7))
+    journal.full()
+    assert [b for b in range(BLOCKS) if read(observer).states[b] == USED] == [3, 7]
+    observer.turn_off("a test")
+    journal.heads.extend((journal.clock_ns(), 1, 0, int(EventKind.ALLOCATE)))
+    journal.unnamed.append(Block(8))
+    journal.full()
+    assert not journal.heads
+    assert not journal.unnamed
 
 
 def test_nothing_is_visible_before_the_step_ends(observer: MapObserver) -> None:
@@ -316,9 +429,11 @@ def test_lifetimes_idle_times_and_reuse_gaps_are_of_every_block_also_within_one_
         ("move twice", lambda o: o.moved([1, 1], [2, 3], live=False)),
     ],
 )
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["in bulk", "block by block"])
 def test_a_fault_ends_observation_never_the_engine(
-    observer: MapObserver, caplog: pytest.LogCaptureFixture, name: str, act: object
+    observer: MapObserver, caplog: pytest.LogCaptureFixture, name: str, act: object, one_by_one: bool
 ) -> None:
+    assert not one_by_one or observer.compile(as_it_is) == ""
     observer.allocated([1])
     observer.step_ended(1, 0)
     before = read(observer)
@@ -380,7 +495,7 @@ def test_an_interrupt_within_a_publish_is_the_engine_s_and_leaves_a_map_that_is_
 
     observer.allocated([1])
     with monkeypatch.context() as patch:
-        patch.setattr("engine_shim.allocation_map.publisher.StepPublisher._write_events", interrupted)
+        patch.setattr("engine_shim.allocation_map.event_ring.EventRing.append", interrupted)
         with pytest.raises(KeyboardInterrupt):
             observer.step_ended(1, 0)
     observer.allocated([2])

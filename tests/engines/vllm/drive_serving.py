@@ -38,6 +38,7 @@ from engine_shim.control.peer import SOCKET_SUFFIX, socket_address, socket_path
 WORK = Path(sys.argv[1])
 MAPS = Path(os.environ["KVATLAS_DIR"])
 SECONDS = 60.0
+MOVES_WANTED = 20
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
@@ -173,18 +174,27 @@ def move_meanwhile(llm: Any) -> dict[str, Any]:
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    served: list[Any] = []
-    thread = threading.Thread(target=lambda: served.extend(tokens()), daemon=True)
+    served: list[list[list[int]]] = []
+    enough = threading.Event()
+
+    def go_on_serving() -> None:
+        while not enough.is_set():
+            served.append(tokens())
+
+    thread = threading.Thread(target=go_on_serving, daemon=True)
     thread.start()
-    runs = []
-    while thread.is_alive():
+    runs: list[dict[str, Any]] = []
+    deadline = time.monotonic() + SECONDS
+    while sum(run["moved_blocks"] for run in runs) < MOVES_WANTED and time.monotonic() < deadline:
         runs.append(ask(path, CompactRequest(target=0.0, verify=True)))
+    enough.set()
     thread.join()
+    stock = tokens()
     return {
         "moved": sum(run["moved_blocks"] for run in runs),
         "verified": sum(run["details"]["verified_blocks"] for run in runs),
         "decisions": sorted({run["decision"] for run in runs}),
-        "same_when_moved": served == tokens(),
+        "same_when_moved": all(one == stock for one in served),
     }
 
 
