@@ -15,6 +15,8 @@ SPAN = "span"  # how much of the past is shown, one of the view's own words
 BOX = "box"  # name of a black box
 FILTER = "filter"  # text that rows must contain
 SORT = "sort"  # what rows are sorted by
+COLOUR = "colour"  # what the colours of the block map tell; absent: states
+REQUEST = "request"  # whose blocks the block map lights
 _KEPT = "address"
 
 

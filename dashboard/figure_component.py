@@ -23,8 +23,9 @@ CONFIG = {
     "responsive": True,
     "scrollZoom": False,  # the wheel scrolls the page
     "showTips": False,  # its notice on double-clicks would cover a tile
-    "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d"]],
+    "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]],
     "doubleClick": "reset",
+    "toImageButtonOptions": {"format": "png", "filename": "kvatlas", "scale": 2},
 }
 _HTML = """<div class="kvatlas-figure" role="img"><div class="kvatlas-plot"></div>
 <div class="kvatlas-notice">No update from the dashboard's server: this picture is old.</div></div>"""

@@ -9,8 +9,9 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from agent.wire import History, MapCells
+from dashboard.colouring import Colouring, by_state, cell_counts
 from dashboard.palette import STATE_ORDER, Theme
-from dashboard.raster import MAX_STRIPES, indexed_png, stripes
+from dashboard.raster import indexed_png
 from dashboard.wording import duration, shortened
 
 MAX_COLUMNS = 64
@@ -27,18 +28,20 @@ def columns_of(cells: int) -> int:
     return columns
 
 
-def block_map(cells: MapCells, theme: Theme, *, incarnation: str) -> go.Figure:
+def block_map(cells: MapCells, theme: Theme, *, incarnation: str, colouring: Colouring | None = None) -> go.Figure:
     """The pool in address order, row by row from the top left: one cell for each of `cells`.
 
-    What is seen is a picture below an invisible heatmap trace that carries the hover: a cell of several blocks is cut
-    into stripes by the share of each state, held states left, allocatable ones right. Every state present gets at
-    least one stripe. Zoom is kept (`uirevision`) while the pool keeps its incarnation and geometry.
+    What is seen is a picture below an invisible heatmap trace that carries the hover. By `colouring`; without one, a
+    cell of several blocks is cut into stripes by the share of each state, held states left, allocatable ones right, and
+    every state present gets at least one stripe. Zoom is kept (`uirevision`) while the pool keeps its incarnation and
+    geometry.
     """
     columns = columns_of(cells.cells)
     rows = -(-cells.cells // columns)
     figure = go.Figure(_hover_trace(cells, rows, columns))
     figure.add_layout_image(
-        source="data:image/png;base64," + base64.b64encode(_picture(cells, rows, columns, theme)).decode(),
+        source="data:image/png;base64,"
+        + base64.b64encode(_picture(colouring or by_state(cells, theme), rows, columns)).decode(),
         xref="x",
         yref="y",
         x=-0.5,
@@ -78,18 +81,11 @@ def block_map(cells: MapCells, theme: Theme, *, incarnation: str) -> go.Figure:
     return figure
 
 
-def cell_counts(cells: MapCells) -> NDArray[np.int64]:
-    """Blocks of each state in each cell, (len(STATE_ORDER), cells)."""
-    absent = np.zeros(cells.cells, dtype=np.int64)
-    given = {name: np.asarray(column, dtype=np.int64) for name, column in cells.counts.items()}
-    return np.stack([given.get(name, absent) for name in STATE_ORDER])  # type: ignore[call-overload]
-
-
-def _picture(cells: MapCells, rows: int, columns: int, theme: Theme) -> bytes:
-    width = min(MAX_STRIPES, max(cells.blocks_per_cell, 1))
-    pixels = np.full((rows * columns, width), len(STATE_ORDER), dtype=np.uint8)  # past the palette: transparent
-    pixels[: cells.cells] = stripes(cell_counts(cells), width)
-    return indexed_png(pixels.reshape(rows, columns * width), [theme.states[name] for name in STATE_ORDER])
+def _picture(colouring: Colouring, rows: int, columns: int) -> bytes:
+    cells, width = colouring.pixels.shape
+    pixels = np.full((rows * columns, width), len(colouring.colours), dtype=np.uint8)  # past the palette: transparent
+    pixels[:cells] = colouring.pixels
+    return indexed_png(pixels.reshape(rows, columns * width), colouring.colours)
 
 
 def _hover_trace(cells: MapCells, rows: int, columns: int) -> go.Heatmap:

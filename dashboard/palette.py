@@ -38,6 +38,10 @@ class Theme:
     line_second: str  # fragmentation over free alone
     threshold: str
     hover_background: str
+    ground: str  # of the page
+    series: tuple[str, ...]  # of things without an order, as the largest owners
+    others: str  # of those that have no colour of their own
+    shades: tuple[str, ...]  # six steps from little to much
 
 
 LIGHT = Theme(
@@ -57,6 +61,10 @@ LIGHT = Theme(
     line_second="#8b95a1",
     threshold="#c2410c",
     hover_background="#ffffff",
+    ground="#ffffff",
+    series=("#2b6cb8", "#d1495b", "#2a9d6f", "#8e5bbf", "#b8860b", "#00a0b0", "#e0559a", "#5a6f1e"),
+    others="#a9b2bd",
+    shades=("#fde725", "#90d743", "#35b779", "#21918c", "#31688e", "#443983"),
 )
 
 DARK = Theme(
@@ -76,6 +84,10 @@ DARK = Theme(
     line_second="#8a94a0",
     threshold="#fb923c",
     hover_background="#1b222c",
+    ground="#0e1117",
+    series=("#3f8cf0", "#f0707f", "#3fc38d", "#b48be8", "#d9a520", "#2cc5d5", "#f584bd", "#a3bd4a"),
+    others="#6b7684",
+    shades=("#fde725", "#90d743", "#35b779", "#21918c", "#3b7cab", "#6a5fc0"),
 )
 
 

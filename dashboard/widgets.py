@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from agent.wire import EngineSummary, RequestPage
+from agent.wire import EngineSummary, Request, RequestPage
 from dashboard.palette import STATE_MEANINGS, Theme
 from dashboard.wording import NOT_KNOWN, count, duration, power_of_two, rate, share, shortened, size
 
@@ -156,33 +156,60 @@ def runs_html(histogram: Sequence[int]) -> str:
     """How long the allocatable runs are: one bar for each power of two, as high as its number of runs."""
     if not any(histogram):
         return note_html("No allocatable run.")
-    bars = "".join(_bar(2**i, runs, runs / max(histogram)) for i, runs in enumerate(histogram))
+    titles = [
+        f"{count(runs)} runs of {count(2**i)} to {count(2 ** (i + 1) - 1)} blocks" for i, runs in enumerate(histogram)
+    ]
+    return bars_html(histogram, [power_of_two(2**i) for i in range(len(histogram))], titles)
+
+
+def bars_html(heights: Sequence[int], labels: Sequence[str], titles: Sequence[str], *, numbers: bool = True) -> str:
+    """Bars beside each other, with their numbers above where there is room for those. A title shows on hover."""
+    highest = max(heights, default=0)
+    bars = "".join(
+        _bar(title, count(height) if height and numbers else "", height / highest if highest else 0.0, label)
+        for height, label, title in zip(heights, labels, titles, strict=True)
+    )
     return f'<div class="kv-runs">{bars}</div>'
 
 
-def _bar(shortest: int, runs: int, height: float) -> str:
-    title = f"{count(runs)} runs of {count(shortest)} to {count(2 * shortest - 1)} blocks"
-    percent = max(round(100 * height), 2) if runs else 0  # a single run among thousands must still be seen
-    label = count(runs) if runs else ""
-    bar = f'<b>{label}</b><i style="height:{percent}%"></i><span>{power_of_two(shortest)}</span>'
-    return f'<div title="{title}">{bar}</div>'
+def _bar(title: str, number: str, height: float, label: str) -> str:
+    percent = max(round(100 * height), 2) if height else 0  # a single one among thousands must still be seen
+    bar = f'<b>{number}</b><i style="height:{percent}%"></i><span>{escape(label)}</span>'
+    return f'<div title="{escape(title)}">{bar}</div>'
 
 
-def holders_html(page: RequestPage, engine_block_bytes: int) -> str:
-    """The sequences that hold most blocks."""
+def holders_html(page: RequestPage, engine_block_bytes: int, chosen: str | None = None) -> str:
+    """The sequences that hold most blocks. Each is a choice; the one that is chosen is marked, and can be given up."""
     holders = [request for request in page.requests if request.blocks][:HOLDERS_SHOWN]
+    give_up = '<button class="kv-choice kv-give-up" data-choice="">Show the blocks of all</button>' if chosen else ""
     if not holders:
-        return note_html("No sequence holds a block.")
-    rows = "".join(
-        f'<tr><td title="{escape(request.request_id)}">{escape(shortened(request.request_id, 22))}</td>'
-        f"<td>{count(request.blocks)}</td><td>{count(request.runs)}</td><td>{count(request.tokens)}</td>"
-        f"<td>{size(request.blocks * engine_block_bytes)}</td><td>{duration(request.age_seconds)}</td></tr>"
-        for request in holders
-    )
+        return give_up + note_html("No sequence holds a block.")
+    rows = "".join(_holder(request, engine_block_bytes, chosen) for request in holders)
     head = "<tr><th>request</th><th>blocks</th><th>runs</th><th>tokens</th><th>size</th><th>age</th></tr>"
     more = page.total - len(holders)
     rest = note_html(f"of {count(page.total)} sequences") if more > 0 else ""
-    return f'<table class="kv-table">{head}{rows}</table>{rest}'
+    return f'<table class="kv-table kv-holders">{head}{rows}</table>{rest}{give_up}'
+
+
+def _holder(request: Request, block_bytes: int, chosen: str | None) -> str:
+    name, is_chosen = escape(request.request_id), request.request_id == chosen
+    value = "" if is_chosen else name  # chosen once more, it is given up
+    return (
+        f'<tr data-choice="{value}" class="{"kv-chosen" if is_chosen else ""}"><td><button class="kv-choice" '
+        f'data-choice="{value}" aria-pressed="{str(is_chosen).lower()}" title="{name}: show its blocks on the map">'
+        f"{escape(shortened(request.request_id, 22))}</button></td>"
+        f"<td>{count(request.blocks)}</td><td>{count(request.runs)}</td><td>{count(request.tokens)}</td>"
+        f"<td>{size(request.blocks * block_bytes)}</td><td>{duration(request.age_seconds)}</td></tr>"
+    )
+
+
+def legend_html(legend: Sequence[tuple[str, str]]) -> str:
+    """Colours (#rrggbb) and what they mean, in one line."""
+    items = "".join(
+        f'<span title="{escape(word)}"><i style="background:{colour}"></i>{escape(shortened(word, 20))}</span>'
+        for colour, word in legend
+    )
+    return f'<div class="kv-legend">{items}</div>'
 
 
 def identity_html(engine: EngineSummary) -> str:

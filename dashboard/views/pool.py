@@ -5,13 +5,11 @@ from __future__ import annotations
 import streamlit as st
 
 from agent.wire import EngineSummary
-from dashboard import conditions, engine_metrics, figures, widgets
+from dashboard import conditions, engine_metrics, widgets
 from dashboard.context import Context, ask
-from dashboard.figure_component import show_figure
-from dashboard.source import MAP_CELLS, REFRESH_SECONDS, SLOW_REFRESH_SECONDS, timed
+from dashboard.source import REFRESH_SECONDS, SLOW_REFRESH_SECONDS, timed
+from dashboard.views.block_map import show_block_map
 from dashboard.views.trends import show_trends
-
-MAP_HEIGHT = 456
 
 
 def show(context: Context) -> None:
@@ -50,20 +48,4 @@ def _engine(engine: EngineSummary, threshold: float, context: Context) -> None:
             + widgets.runs_html(engine.fragmentation.run_length_histogram)
         )
     with left.container(key="map_box"):
-        _block_map(engine, context)
-
-
-def _block_map(engine: EngineSummary, context: Context) -> None:
-    cells = ask(lambda: context.client.map(engine.id, cells=MAP_CELLS))
-    if cells is None:
-        return
-    doubt = engine.state if engine.state != "live" else "degraded" if engine.degraded else ""
-    how_old = f"{doubt}, not the present · " if doubt else ""
-    st.html(widgets.heading_html("Block map", how_old + widgets.map_note(cells.blocks_per_cell)))
-    show_figure(
-        figures.block_map(cells, context.theme, incarnation=engine.incarnation),
-        key="block_map",
-        label=f"Block map of {engine.id}",
-        height=MAP_HEIGHT,
-        expires_ms=context.expires_ms(REFRESH_SECONDS),
-    )
+        show_block_map(engine, context)

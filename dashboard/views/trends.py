@@ -1,13 +1,15 @@
-"""What changes slowly: fragmentation over the last quarter of an hour, and who holds the memory."""
+"""What changes slowly: fragmentation over the last minutes, who holds the memory, and how blocks live."""
 
 from __future__ import annotations
 
 import streamlit as st
 
 from agent.wire import AgentStatus, EngineSummary
-from dashboard import figures, widgets
+from dashboard import address, figures, widgets
+from dashboard.choices import show_choices
 from dashboard.context import Context, ask
 from dashboard.figure_component import show_figure
+from dashboard.lifetimes import durations_html, pages_html
 from dashboard.source import HISTORY_POINTS, SLOW_REFRESH_SECONDS, timed
 
 HISTORY_HEIGHT = 196
@@ -48,9 +50,9 @@ def _trends(engine: EngineSummary, agent: AgentStatus, context: Context) -> None
         st.html(widgets.note_html(WHY_F_MATTERS))
     with right:
         st.html(widgets.heading_html("Who holds it"))
-        page = None if engine.state == "gone" else ask(lambda: context.client.requests(engine.id))
-        if page is not None:
-            st.html(widgets.holders_html(page, engine.block_bytes))
+        _holders(engine, context)
+    if engine.state != "gone":
+        _lives(engine, context)
 
 
 def _history(engine: EngineSummary, agent: AgentStatus, seconds: float, context: Context) -> None:
@@ -72,3 +74,29 @@ def _history(engine: EngineSummary, agent: AgentStatus, seconds: float, context:
         height=HISTORY_HEIGHT,
         expires_ms=None if engine.state == "gone" else context.expires_ms(SLOW_REFRESH_SECONDS),
     )
+
+
+def _holders(engine: EngineSummary, context: Context) -> None:
+    page = None if engine.state == "gone" else ask(lambda: context.client.requests(engine.id))
+    if page is None:
+        return
+    lit = address.get(address.REQUEST)
+    chosen = show_choices(widgets.holders_html(page, engine.block_bytes, lit), key="holders")
+    if chosen is not None and (chosen or None) != lit:
+        address.put(address.REQUEST, chosen)
+        st.rerun()  # the map follows at once
+
+
+def _lives(engine: EngineSummary, context: Context) -> None:
+    """How long blocks live and how full pages are."""
+    profile = ask(lambda: context.client.profile(engine.id))
+    if profile is None:
+        return
+    parts = (
+        durations_html("Residency", "From allocation until free or cached.", profile.lifetime),
+        durations_html("Idle before eviction", "Of cached blocks that were evicted.", profile.idle_before_evict),
+        durations_html("Reuse gap", "Of cached blocks that a prefix hit took into use.", profile.reuse_gap),
+        pages_html(profile.pages),
+    )
+    for column, part in zip(st.columns(len(parts), gap="medium"), parts, strict=True):
+        column.html(f'<div class="kv-lives">{part}</div>')

@@ -29,8 +29,8 @@ def main() -> None:
         for _ in range(turns):
             page.run()
             kept.append(bytearray(keep_bytes))
-        if page.exception or len(page.get("bidi_component")) != 2:
-            raise SystemExit("the page does not show its two charts")
+        if page.exception or len(page.get("bidi_component")) != 3:
+            raise SystemExit("the page does not show its two charts and its holders")
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 

@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 
 from agent.wire import History, HistoryPoint, MapCells
+from dashboard.colouring import cell_counts
 from dashboard.figure_component import CONFIG, pack
-from dashboard.figures import block_map, cell_counts, columns_of, fragmentation_history
+from dashboard.figures import block_map, columns_of, fragmentation_history
 from dashboard.palette import DARK, LIGHT
 
 Cells = Callable[..., MapCells]

@@ -116,5 +116,12 @@
     }).map(nameOf);
   }
 
-  window.kvatlasChecks = { clipped, faint, step, unreached };
+  // Colours change in transitions: after those that end.
+  async function settled() {
+    await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+    const ending = document.getAnimations().filter((one) => one.effect?.getComputedTiming().endTime !== Infinity);
+    await Promise.all(ending.map((one) => one.finished.catch(() => null)));
+  }
+
+  window.kvatlasChecks = { clipped, faint, settled, step, unreached };
 })();

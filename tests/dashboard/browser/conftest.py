@@ -65,6 +65,9 @@ class Window:
 
     def check(self) -> None:
         """What every view must hold as it stands now: no text cut off, nothing beside the window, contrast of 4.5."""
+        self.page.mouse.move(0, 0)  # what the mouse is over has colours of its own for as long
+        self._load_checks()
+        self.page.evaluate("() => kvatlasChecks.settled()")
         assert self._found("clipped()") == []
         assert self._found("faint()") == []
 
