@@ -12,55 +12,9 @@ set -eu
 . "$(dirname -- "$0")/common.sh"
 
 SECONDS_OF_DEMO=${1:-45}
-FOLDER=${FRESH_FOLDER:-$CACHE/fresh}
+FOLDER=$FRESH_FOLDER
 FREE_MIB_NEEDED=8000
 CLONE=/srv/kvatlas # in the fresh root
-# What pip and TLS libraries take from the environment; passed on where set.
-PASSED_ON='PIP_|TORCH_INDEX=|SSL_CERT_|REQUESTS_CA_BUNDLE=|CURL_CA_BUNDLE=|https?_proxy=|HTTPS?_PROXY=|no_proxy=|NO_PROXY='
-APT_SETTINGS='/etc/apt/apt.conf /etc/apt/apt.conf.d /etc/apt/auth.conf.d /etc/apt/keyrings /etc/apt/preferences.d
-    /etc/apt/trusted.gpg /etc/apt/trusted.gpg.d /usr/share/keyrings'
-
-# Where apt takes this machine's packages from: "MIRROR SUITE", the first plain suite of its sources.
-apt_source() {
-    apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' |
-        awk '$3 == "main" && $2 !~ /-/ { print $1, $2; exit }'
-}
-
-# copy_into ROOT PATH... : copies what exists to the same place under ROOT, over what is there.
-copy_into() {
-    target=$1
-    shift
-    for path in "$@"; do
-        [ -e "$path" ] || continue
-        mkdir -p "$target$(dirname -- "$path")"
-        cp -RLp -- "$path" "$target$(dirname -- "$path")/"
-    done
-}
-
-# What pip's settings name on this machine: certificates and folders of wheels as they are; of an index on disk the
-# folder around it, since its pages point to files beside it.
-pip_paths() {
-    for interpreter in "$VENV/bin/python" python3; do
-        "$interpreter" -m pip config list 2>/dev/null && break
-    done | tr "'\"= " '\n\n\n\n' | sed -n 's|^file://\(/[^ ]*\)/[^/ ][^/ ]*/*$|\1|p; s|^/[^ ][^ ]*$|&|p' | sort -u
-}
-
-# pip_settings : prints the settings files that pip reads here.
-pip_settings() {
-    printf '%s\n' /etc/pip.conf /etc/xdg/pip "${PIP_CONFIG_FILE:-/etc/pip.conf}"
-}
-
-make_base() {
-    base=$1 mirror=$2 suite=$3
-    have debootstrap || install_packages debootstrap || fail 1 "debootstrap is needed"
-    say "making a bare root of $suite in $base"
-    rm -rf "$base.part"
-    mkdir -p "$FOLDER"
-    debootstrap --variant=minbase --include=ca-certificates,git,make "$suite" "$base.part" "$mirror" >"$FOLDER/debootstrap.log" 2>&1 ||
-        { tail -n 20 "$FOLDER/debootstrap.log" >&2; fail 1 "debootstrap failed; its log is $FOLDER/debootstrap.log"; }
-    rm -f "$base.part"/var/cache/apt/archives/*.deb
-    mv "$base.part" "$base"
-}
 
 # Runs as the first process of the run's own namespaces.
 inside() {
@@ -109,17 +63,12 @@ fi
 
 is_root || fail 2 "this needs root, for mounts and a root of its own:  sudo make test-fresh"
 have apt-get && have unshare && have setpriv || fail 1 "this needs a Debian or Ubuntu with util-linux"
-source=$(apt_source)
-mirror=${FRESH_MIRROR:-${source% *}}
-suite=${FRESH_SUITE:-${source#* }}
-[ -n "$mirror" ] && [ -n "$suite" ] || fail 2 "apt names no source of packages: set FRESH_MIRROR and FRESH_SUITE"
 mkdir -p "$FOLDER"
 free_mib=$(df -Pm "$FOLDER" | awk 'NR == 2 { print $4 }')
 [ "$free_mib" -ge "$FREE_MIB_NEEDED" ] ||
     fail 1 "$free_mib MiB are free at $FOLDER and $FREE_MIB_NEEDED are needed: set FRESH_FOLDER to a roomier place"
 
-base=$FOLDER/$suite
-[ -d "$base" ] || make_base "$base" "$mirror" "$suite"
+base=$(bare_root)
 
 exec 9>"$FOLDER/lock"
 flock --nonblock 9 || fail 1 "another test-fresh is running in $FOLDER"
@@ -138,18 +87,8 @@ trap 'exit 130' INT TERM HUP
 rm -rf --one-file-system "$root"
 say "copying the bare root"
 cp -a "$base" "$root"
-if [ -z "${FRESH_MIRROR:-}${FRESH_SUITE:-}" ]; then # else debootstrap's own sources.list is the one that fits
-    rm -f "$root/etc/apt/sources.list"
-    copy_into "$root" /etc/apt/sources.list /etc/apt/sources.list.d
-fi
-# shellcheck disable=SC2046,SC2086 # lists of paths
-copy_into "$root" $APT_SETTINGS $(pip_settings) /etc/resolv.conf /etc/hosts /usr/local/share/ca-certificates /etc/ssl/certs/ca-certificates.crt
-[ -z "${HOME:-}" ] || for path in .config/pip/pip.conf .pip/pip.conf; do
-    if [ -f "$HOME/$path" ]; then
-        mkdir -p "$root/root/$(dirname -- "$path")"
-        cp "$HOME/$path" "$root/root/$path"
-    fi
-done
+[ -n "${FRESH_MIRROR:-}${FRESH_SUITE:-}" ] || rm -f "$root/etc/apt/sources.list"
+copy_settings "$root"
 git -C "$ROOT" diff --quiet HEAD || say "note: changes that are not committed are not tested"
 git clone -q --no-hardlinks "$ROOT" "$root$CLONE"
 
