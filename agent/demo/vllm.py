@@ -30,7 +30,7 @@ MODEL_NAME = "smollm2-135m"
 BLOCK_TOKENS = 32  # attention on the CPU wants a multiple of it
 MOST_SEQUENCES = 32
 MOST_BATCHED_TOKENS = 256
-START_SECONDS = 300.0  # vLLM's imports on a slow disk, and its warm-up
+START_SECONDS = 600.0  # vLLM's imports on a slow disk and its warm-up, on a machine that has other work
 QUESTION = "The capital of France is"
 DIRECTORY = "make demo-vllm finds both"
 

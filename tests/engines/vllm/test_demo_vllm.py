@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ def smollm2(repository_root: Path, vllm_python: Path) -> Path:
 def demo(tmp_path: Path, vllm_python: Path, smollm2: Path) -> Iterator[Demo]:
     """One demo on a small pool. Without a dashboard, which the other demo's tests start."""
     flags = ["--python", str(vllm_python), "--model", str(smollm2), "--blocks", str(BLOCKS), "--no-dashboard"]
-    started = Demo(tmp_path, *flags, "--seconds", "10", "--json", command="demo-vllm")
+    started = Demo(tmp_path, *flags, "--json", command="demo-vllm")
     yield started
     started.process.kill()
     started.process.communicate()
@@ -56,8 +57,13 @@ def await_engine(demo: Demo, ready: Callable[[wire.EngineSummary], bool]) -> wir
             time.sleep(0.1)
 
 
+def compared(engine: wire.EngineSummary) -> bool:
+    """Whether the engine's own metrics have been held against its map."""
+    return engine.metrics_comparison is not None and engine.metrics_comparison.compared
+
+
 def test_it_serves_a_trace_and_the_engine_s_own_metrics_agree_with_its_map(demo: Demo) -> None:
-    engine = await_engine(demo, lambda one: one.metrics_comparison is not None and one.metrics_comparison.compared)
+    engine = await_engine(demo, compared)
     assert (engine.kind, engine.model, engine.total_blocks) == ("vllm", "smollm2-135m", BLOCKS)
     assert engine.metrics is not None
     assert engine.metrics.values["capacity_tokens"] == BLOCKS * BLOCK_TOKENS
@@ -65,6 +71,11 @@ def test_it_serves_a_trace_and_the_engine_s_own_metrics_agree_with_its_map(demo:
         engine.metrics.values
     )
     assert engine.metrics.notes == []
+    # Cached blocks are those of a request that ended; some steps later its answer has arrived, too.
+    engine = await_engine(demo, lambda one: one.blocks.cached > 0 and compared(one))
+    steps = engine.counters["steps"]
+    await_engine(demo, lambda one: one.counters["steps"] > steps + 20 and compared(one))
+    demo.process.send_signal(signal.SIGINT)
     out, err = demo.process.communicate(timeout=START_SECONDS)
     assert demo.process.returncode == 0, err
     summary = json.loads(out)
