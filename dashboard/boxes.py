@@ -134,3 +134,10 @@ def event_rows(box: BlackBox) -> list[dict[str, Any]]:
         }
         for event in reversed(box.events)
     ]
+
+
+def seen_from(box: BlackBox) -> float | None:
+    """When the first bucket begins in which anything was sampled; None where nothing was."""
+    used = box.history.columns.get("used") or []
+    sampled = (at for at, row in zip(box.history.start_unix, used, strict=False) if row[1] is not None)
+    return next(sampled, None)

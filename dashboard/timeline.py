@@ -18,7 +18,8 @@ from dashboard.palette import Theme
 
 Lane = Literal["engine", "moves", "alerts"]
 LANES: tuple[Lane, ...] = ("engine", "moves", "alerts")
-ROW_PIXELS, LANES_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 118, 74, 8, 24
+ROW_PIXELS, LANES_PIXELS, TOP_PIXELS, BOTTOM_PIXELS = 118, 92, 8, 40
+SIDE_BY_SIDE = 4  # alerts that can be told apart at one time; others lie over them
 GAP = 0.035  # between two rows, as a share of the height
 MOVING = ("compact", "relocation")
 MOVED = frozenset(
@@ -164,7 +165,7 @@ def timeline(
     start_unix: float,
     end_unix: float,
     at_unix: float | None,
-    threshold: float,
+    threshold: float | None,
     theme: Theme,
 ) -> go.Figure:
     """One row for each line, below them three lanes of what happened; `at_unix` is the instant that is looked at.
@@ -205,7 +206,7 @@ def timeline(
             showarrow=False,
             font={"size": 11, "color": theme.text},
         )
-        if line.metric.name.startswith("F"):
+        if threshold is not None and line.metric.name.startswith("F"):
             figure.add_shape(
                 type="line",
                 xref="paper",
@@ -227,7 +228,7 @@ def timeline(
         yaxis={
             **axis,
             "domain": [0.0, max(0.02, lanes - GAP)],
-            "range": [-0.6, len(LANES) - 0.4],
+            "range": [-0.6, len(LANES) - 0.6 + 0.4 * (SIDE_BY_SIDE - 1)],
             "tickvals": list(range(len(LANES))),
             "ticktext": list(LANES),
             "fixedrange": True,
@@ -286,12 +287,14 @@ def _add_episodes(figure: go.Figure, episodes: Sequence[Episode], end_unix: floa
             text=[_escaped(one.text) for one in points],
             hovertemplate="%{text}<extra></extra>",
         )
+    levels: dict[str, int] = {}  # one for each alert, so that those of one time do not cover each other
     for one in episodes:
         if one.is_span:
             stop = end_unix if one.end_unix is None else one.end_unix
+            level = levels.setdefault(one.what, len(levels) % SIDE_BY_SIDE)
             figure.add_scatter(
                 x=[round(1000 * one.start_unix), round(1000 * stop)],
-                y=[LANES.index(one.lane)] * 2,
+                y=[LANES.index(one.lane) + 0.4 * level] * 2,
                 mode="lines+markers",
                 line={"width": 5, "color": SEVERITY_TONES[one.tone]},
                 marker={

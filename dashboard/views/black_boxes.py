@@ -104,33 +104,40 @@ def _contents(context: Context, box: BlackBox) -> None:
                 height=MAP_HEIGHT,
                 expires_ms=None,
             )
-    lines = [timeline.line_of(timeline.METRICS[name], _histories(box)) for name in METRICS if box.history.start_unix]
-    if lines:
-        start, end = box.history.start_unix[0], box.history.start_unix[-1] + box.history.step_seconds
-        st.html(widgets.heading_html("Its last hour"))
-        with st.container(key="box_figure_box"):
-            show_figure(
-                timeline.timeline(
-                    lines,
-                    timeline.episodes_of([one for one in box.marks if start <= one.time_unix < end], start),
-                    pool=box.summary.name,
-                    start_unix=start,
-                    end_unix=end,
-                    at_unix=box.summary.ended_unix,
-                    threshold=1.0,
-                    theme=context.theme,
-                ),
-                key="box_timeline",
-                label=f"Metrics of {box.summary.id} before it ended",
-                height=timeline.height_of(len(lines)),
-                expires_ms=None,
-            )
+    _last_hour(context, box)
     missed = f", {box.events_missed:,} more were overwritten" if box.events_missed else ""
     st.html(
         widgets.heading_html("Last events", f"the newest {len(box.events)} of {box.events_total:,} in the box{missed}")
     )
     st.dataframe(boxes.event_rows(box), key="box_events", hide_index=True, height=240)
     exports.offer("black-box-events", lambda: boxes.event_rows(box), box=box.summary.name)
+
+
+def _last_hour(context: Context, box: BlackBox) -> None:
+    """From when the agent first saw it on."""
+    lines = [timeline.line_of(timeline.METRICS[name], _histories(box)) for name in METRICS]
+    seen = boxes.seen_from(box)
+    if seen is None:
+        return
+    end = box.history.start_unix[-1] + box.history.step_seconds
+    st.html(widgets.heading_html("Its last hour", "or as much of it as this agent saw"))
+    with st.container(key="box_figure_box"):
+        show_figure(
+            timeline.timeline(
+                lines,
+                timeline.episodes_of([one for one in box.marks if seen <= one.time_unix < end], seen),
+                pool=box.summary.name,
+                start_unix=seen,
+                end_unix=end,
+                at_unix=box.summary.ended_unix,
+                threshold=None,
+                theme=context.theme,
+            ),
+            key="box_timeline",
+            label=f"Metrics of {box.summary.id} before it ended",
+            height=timeline.height_of(len(lines)),
+            expires_ms=None,
+        )
 
 
 def _histories(box: BlackBox) -> dict[str, History]:

@@ -135,7 +135,7 @@ def _buttons(times: FrameTimes | None, stretch: Stretch, mode: str) -> None:
     at = stretch.at_unix if stretch.at_unix is not None else stretch.end_unix
     earlier = past.before(instants, past.at_or_before(instants, at) or at)
     later = past.after(instants, at) if stretch.at_unix is not None else None
-    start = stretch.at_unix or (instants[0] if instants else None)
+    start = stretch.at_unix if later is not None else instants[0] if instants else None  # from the end, all of it
     st.button("Earlier", key="time_earlier", disabled=earlier is None, on_click=_stop_at, args=(earlier,))
     if mode == "playing":
         st.button("Stop", key="time_play", on_click=_stop)
