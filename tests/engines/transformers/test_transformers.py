@@ -159,3 +159,24 @@ def test_request_ids_can_be_hashed(generation: Report) -> None:
 
 def test_disabled_leaves_no_trace(generation: Report) -> None:
     assert generation["disabled"] == {"maps": 0, "watched": 0}
+
+
+def test_a_language_model_answers_the_same_and_its_map_is_the_cache(language_model: Report) -> None:
+    report = language_model
+    assert report["same"]
+    assert report["first"] == []
+    assert said(report) == []
+    assert all(len(answer) > 20 for answer in report["answers"].values())
+    assert report["counters"]["repairs"] == 0
+    assert report["counters"]["tokens_written"] > 100
+    assert report["blocks_compared"] > 100
+    assert report["model"]
+    assert report["groups"] == [["full", 30]]
+    assert report["block_bytes"] == 30 * 16 * 2 * 3 * 64 * 4  # layers, tokens, key and value, heads, numbers, bytes
+
+
+def test_the_launcher_watches_a_program_that_does_not_know_of_us(unchanged: Report) -> None:
+    assert unchanged["tokens"] == 8
+    assert unchanged["maps"] == ["under-test.dp0.tp0.pp0.kv.kvmap"]
+    assert unchanged["maps_left"] == []
+    assert unchanged["arguments"] == ["drive_unchanged.py", 2]
