@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -170,17 +170,25 @@ def compact(
         bool, typer.Option("--off", envvar="KVATLAS_COMPACT_OFF", help="Forbid moves; ends a run in progress.")
     ] = False,
     on: Annotated[bool, typer.Option("--on", envvar="KVATLAS_COMPACT_ON", help="Allow moves again.")] = False,
+    relocation: Annotated[
+        bool | None, typer.Option(envvar="KVATLAS_COMPACT_RELOCATION", help="Switch relocating allocation on or off.")
+    ] = None,
+    unplug: Annotated[
+        bool, typer.Option("--unplug", envvar="KVATLAS_COMPACT_UNPLUG", help="Take KVAtlas out of a vLLM that runs.")
+    ] = False,
     audit_log: Annotated[
         Path | None, typer.Option(envvar="KVATLAS_AUDIT_LOG", help="File to note this in; better the agent's own.")
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Move live blocks of one engine until its fragmentation is down, or switch that off and on."""
-    from agent.commands.compact import Order, carry_out, render_result
+    """Move live blocks of one engine until its fragmentation is down, or switch that, or relocation, off and on."""
+    from agent.commands.compact import Order, Wish, carry_out, render_result
 
-    if dry_run + off + on > 1:
-        raise SettingsError("give one of --dry-run, --off and --on")
-    what: Literal["run", "plan", "off", "on"] = "plan" if dry_run else "off" if off else "on" if on else "run"
+    if dry_run + off + on + unplug + (relocation is not None) > 1:
+        raise SettingsError("give one of --dry-run, --off, --on, --relocation, --no-relocation and --unplug")
+    what: Wish = "plan" if dry_run else "off" if off else "on" if on else "unplug" if unplug else "run"
+    if relocation is not None:
+        what = "relocation_on" if relocation else "relocation_off"
     result = carry_out(engine, Order(what, target, max_moves), audit_log)
     _print(result.facts) if as_json else print(render_result(result))
     return 0 if result.fine else EXIT_FAILED

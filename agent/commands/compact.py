@@ -16,18 +16,39 @@ from agent.compaction.tally import outcome_of
 from agent.sampling.discovery import FoundMap, scan
 from engine_shim.allocation_map.folders import map_folders
 from engine_shim.allocation_map.reader import MapReader
-from engine_shim.control.messages import CompactRequest, ControlRequest, MovingRequest, PlanRequest, RunReply
+from engine_shim.control.messages import (
+    CompactRequest,
+    ControlRequest,
+    MovingRequest,
+    PlanRequest,
+    RelocationRequest,
+    RunReply,
+    StatusReply,
+    StatusRequest,
+    TurnOffRequest,
+)
 from engine_shim.errors import KvatlasError, MapUnavailable, SettingsError
 from engine_shim.layout import MAP_SUFFIX
 
 SCHEMA = "kvatlas.compact/v1"
 
 
+Wish = Literal["run", "plan", "off", "on", "relocation_off", "relocation_on", "unplug"]
+_SWITCHES: dict[Wish, tuple[str, str, bool]] = {  # the audit log's word, the decision's, and whether it is to be on
+    "off": ("moving", "moving", False),
+    "on": ("moving", "moving", True),
+    "relocation_off": ("relocation", "relocation", False),
+    "relocation_on": ("relocation", "relocation", True),
+    "unplug": ("unplug", "instrumentation", False),
+}
+_STILL_RELOCATING = "relocating allocation stays on; --no-relocation switches it off"
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """What to ask for."""
 
-    what: Literal["run", "plan", "off", "on"]
+    what: Wish
     target: float = 0.10
     max_moves: int | None = None
 
@@ -36,7 +57,10 @@ class Order:
             return CompactRequest(target=self.target, max_moves=self.max_moves)
         if self.what == "plan":
             return PlanRequest(target=self.target, max_moves=self.max_moves)
-        return MovingRequest(on=self.what == "on")
+        if self.what == "unplug":
+            return TurnOffRequest(reason="kvatlas compact --unplug")
+        action, _, on = _SWITCHES[self.what]
+        return MovingRequest(on=on) if action == "moving" else RelocationRequest(on=on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +84,9 @@ def carry_out(engine: str, order: Order, audit_log: Path | None) -> Result:
     began = time.monotonic()
     outcome, reason = "failed", ""
     figures: dict[str, Any] = {}
+    control = EngineControl(found.path)
     try:
-        reply = EngineControl(found.path).request(order.request())
+        reply = control.request(order.request())
         outcome, reason, figures = _take(reply)
     except KvatlasError as error:
         outcome, reason = outcome_of(error), str(error)
@@ -69,12 +94,15 @@ def carry_out(engine: str, order: Order, audit_log: Path | None) -> Result:
     finally:
         if audit_log is not None and order.what != "plan":
             _note(audit_log, found.id, order, outcome, reason, time.monotonic() - began, figures)
-    fine = outcome not in USELESS if order.what in ("run", "plan") else outcome == order.what
+    switch = _SWITCHES.get(order.what)
+    fine = outcome not in USELESS if switch is None else outcome == ("on" if switch[2] else "off")
+    if order.what == "off" and _relocates(control):
+        reason = f"{reason}; {_STILL_RELOCATING}" if reason else _STILL_RELOCATING
     facts = {
         "schema": SCHEMA,
         "engine": found.id,
         "file": str(found.path),
-        "decision": outcome if isinstance(reply, RunReply) else f"moving_{outcome}",
+        "decision": outcome if switch is None else f"{switch[1]}_{outcome}",
         "reason": reason,
         **(figures or dict.fromkeys(_FIGURES)),
     }
@@ -157,6 +185,15 @@ def _take(reply: Reply) -> tuple[str, str, dict[str, Any]]:
     return ("on" if getattr(reply, "on", False) else "off"), reply.reason, {}
 
 
+def _relocates(control: EngineControl) -> bool:
+    """Does the engine relocate, now that its moves are off? False where it does not say: what was asked for is done."""
+    try:
+        status = control.request(StatusRequest())
+    except KvatlasError:
+        return False
+    return isinstance(status, StatusReply) and bool(status.relocation)
+
+
 def _engine_id(found: FoundMap) -> str | None:
     """As the map's header has it; None where it cannot be read."""
     try:
@@ -189,9 +226,11 @@ def _note(
         AuditEntry(
             time_unix=time.time(),
             asker=Asker(route="cli", access="local", uid=os.getuid(), pid=os.getpid()),
-            action="compact" if run else "moving",
+            action="compact" if run else _SWITCHES[order.what][0],
             engine=engine,
-            parameters={"target": order.target, "max_moves": order.max_moves} if run else {"on": order.what == "on"},
+            parameters={"target": order.target, "max_moves": order.max_moves}
+            if run
+            else {"on": _SWITCHES[order.what][2]},
             outcome=outcome,
             reason=reason,
             seconds=seconds,

@@ -85,9 +85,9 @@ class EngineControl:
                 connection.connect(address)
         except FileNotFoundError as error:
             raise ControlUnavailable(
-                f"{self.path} is not there: this engine offers no control. It has ended, or was not started with "
-                "relocation or moves of blocks allowed, which only its operator can do; its log says if it could not "
-                "make the socket"
+                f"{self.path} is not there: this engine offers no control. It has ended, had KVAtlas taken out of it, "
+                "was started with --no-control, is of a kind that is watched alone (Transformers), or could not make "
+                "the socket, which its log says"
             ) from error
         except ConnectionRefusedError as error:
             raise ControlUnavailable(f"{self.path}: the engine that made it has ended; start it again") from error

@@ -36,6 +36,7 @@ from engine_shim.control.messages import (
     RunReply,
     StatusReply,
     SwitchReply,
+    TurnOffRequest,
 )
 from engine_shim.control.server import ControlServer
 from engine_shim.pool.pool_moves import PoolMoves
@@ -216,6 +217,9 @@ class Engine:
             else:
                 self.switch.off("moving is switched off")
             return SwitchReply(on=not self.switch.reason, reason=self.switch.reason)
+        if isinstance(request, TurnOffRequest):
+            self.observer.turn_off(request.reason)
+            return SwitchReply(on=False, reason=request.reason)
         may_relocate = bool(self.options.get("relocation", False))
         if isinstance(request, RelocationRequest):
             if not may_relocate:

@@ -13,6 +13,7 @@ import pytest
 from agent import cli
 from agent.compaction.audit import read_entries
 from agent.compaction.control_client import EngineControl
+from engine_shim.allocation_map.reader import MapReader
 from engine_shim.control.messages import StatusReply, StatusRequest
 
 Start = Callable[..., Any]
@@ -88,6 +89,46 @@ def test_a_dry_run_a_run_and_the_switch(start_pool: Start, capsys: Capture, tmp_
     ]
 
 
+def test_relocation_is_switched_and_stays_on_when_moves_are_off(
+    start_pool: Start, capsys: Capture, tmp_path: Path
+) -> None:
+    pool, log = start_pool(engine_id="one", policy="vllm", relocation=True), tmp_path / "audit.jsonl"
+
+    def relocates() -> bool | None:
+        status = EngineControl(pool.path).request(StatusRequest())
+        assert isinstance(status, StatusReply)
+        return status.relocation
+
+    on = json_of(capsys, "one", "--relocation", "--audit-log", str(log))
+    assert (on["decision"], on["planned_moves"], relocates()) == ("relocation_on", None, True)
+    off = json_of(capsys, "one", "--off")
+    assert off["decision"] == "moving_off"
+    assert "--no-relocation" in off["reason"]
+    assert relocates()
+    assert json_of(capsys, "one", "--no-relocation", "--audit-log", str(log))["decision"] == "relocation_off"
+    assert not relocates()
+    assert "--no-relocation" not in json_of(capsys, "one", "--off")["reason"]
+    noted = [(entry.action, entry.outcome, entry.parameters) for entry in read_entries(log)]
+    assert noted == [("relocation", "on", {"on": True}), ("relocation", "off", {"on": False})]
+
+
+def test_relocation_that_an_engine_does_not_have(start_pool: Start, capsys: Capture) -> None:
+    pool = start_pool()
+    assert "no relocation here" in error_of(capsys, pool.id, "--relocation", status=1)
+
+
+def test_kvatlas_is_taken_out_of_an_engine(start_pool: Start, capsys: Capture, tmp_path: Path) -> None:
+    pool, log = start_pool(engine_id="one"), tmp_path / "audit.jsonl"
+    gone = json_of(capsys, "one", "--unplug", "--audit-log", str(log))
+    assert (gone["decision"], gone["reason"]) == ("instrumentation_off", "kvatlas compact --unplug")
+    reader = MapReader(pool.path)
+    try:
+        assert reader.read().flags.degraded
+    finally:
+        reader.close()
+    assert [(entry.action, entry.outcome) for entry in read_entries(log)] == [("unplug", "off")]
+
+
 def test_what_a_person_reads(start_pool: Start, capsys: Capture) -> None:
     pool = start_pool()
     assert cli.main(["compact", pool.id, "--dry-run"]) == 0
@@ -108,7 +149,9 @@ def test_what_a_person_reads(start_pool: Start, capsys: Capture) -> None:
         (["none"], "no engine 'none'"),
         (["engine", "--target", "2"], "target=2: give a fragmentation rate from 0 to 1"),
         (["engine", "--max-moves", "-1"], "max_moves=-1"),
-        (["engine", "--off", "--dry-run"], "one of --dry-run, --off and --on"),
+        (["engine", "--off", "--dry-run"], "give one of --dry-run, --off, --on"),
+        (["engine", "--on", "--no-relocation"], "--no-relocation and --unplug"),
+        (["engine", "--unplug", "--off"], "give one of"),
         (["engine", "--target", "low"], "--target"),
         ([], "Missing argument"),
     ],
