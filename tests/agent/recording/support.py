@@ -113,12 +113,13 @@ def ask_all(ask: Ask, id: str, blocks: int, now_unix: float) -> Answers:
     return Answers(now_unix, {path: ask(path) for path in asked})
 
 
-def without(value: Any, names: set[str]) -> Any:
-    """A JSON value without these keys, wherever they stand."""
+def without(value: Any, names: set[str], endings: tuple[str, ...] = ()) -> Any:
+    """A JSON value without these keys, and those with these endings, wherever they stand."""
     if isinstance(value, dict):
-        return {key: without(one, names) for key, one in value.items() if key not in names}
+        left = {key for key in value if key not in names and not key.endswith(endings)}
+        return {key: without(value[key], names, endings) for key in left}
     if isinstance(value, list | tuple):
-        return [without(one, names) for one in value]
+        return [without(one, names, endings) for one in value]
     return value
 
 

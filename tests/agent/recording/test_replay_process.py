@@ -1,0 +1,276 @@
+"""`kvatlas replay` as a process, and the player that goes along a recording by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from agent.cli import main
+from agent.client import AgentClient
+from agent.commands.replay import place_of
+from agent.config import AgentSettings
+from agent.recording.chunks import ChunkWriter
+from agent.recording.player import Player
+from agent.recording.reading import Recording
+from agent.recording.recorder import Recorder
+from agent.sampling.model import Clock
+from agent.web.security import WriteGuard
+from engine_shim.allocation_map.reader import MapReader
+from engine_shim.errors import SettingsError
+from tests.agent.conftest import StartAgent
+from tests.agent.recording.conftest import StartStepping
+from tests.agent.recording.support import CLOCKS, OWN, ROOT, SteppingEngine, ask_all, differences, without
+
+PATIENCE_SECONDS = 60.0
+BLOCKS = 400
+# What an agent makes of several samples depends on when it took them, and the two took them at different times.
+TRENDS = {"forecast"}
+AGES = ("_seconds", "_second")  # since something happened, or a rate: the two looked at different times
+QUIET = {"KVATLAS_STALL_SECONDS": "3600", "KVATLAS_COMPACTION": "off"}
+
+
+def finished(folder: Path, samples: int = 8) -> tuple[Path, str]:
+    """A recording of some seconds of an engine, made in less."""
+    engine = SteppingEngine(folder, blocks=BLOCKS)
+    reader = MapReader(engine.path)
+    now = 2_000_000_000.0
+    clock = Clock(lambda: now, lambda: now)
+    recorder = Recorder(reader, ChunkWriter(folder / "engine.kvrec"), engine.id, 1.0, clock)
+    try:
+        recorder.begin()
+        for _ in range(samples - 1):
+            engine.step(15, round(now * 1e9))
+            now += 1.0
+            recorder.poll()
+        recorder.end("enough")
+        recorder.writer.finish()
+    finally:
+        reader.close()
+        engine.kill()
+    return folder / "engine.kvrec", engine.id
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return finished(tmp_path_factory.mktemp("maps"))
+
+
+@pytest.fixture
+def recording(made: tuple[Path, str]) -> Iterator[Recording]:
+    opened = Recording(made[0])
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def play(recording: Recording) -> Iterator[Callable[..., Player]]:
+    players: list[Player] = []
+
+    def make(token: str | None = None, **options: Any) -> Player:
+        players.append(Player(recording, AgentSettings(), WriteGuard(token, True), **options))
+        return players[-1]
+
+    yield make
+    for one in players:
+        one.stop()
+
+
+def steps_of(client: TestClient, id: str) -> int:
+    return int(client.get(f"/v1/engines/{id}").json()["counters"]["steps"])
+
+
+def test_a_player_comes_to_the_end_by_itself_and_stays_there(
+    made: tuple[Path, str], recording: Recording, play: Callable[..., Player], wait_until: Callable[..., Any]
+) -> None:
+    player = play(speed=1000.0)
+    with TestClient(player) as client:
+        assert steps_of(client, made[1]) == 0
+        player.start()
+        wait_until(lambda: client.get("/v1/replay").json()["at_end"], within=PATIENCE_SECONDS)
+        wait_until(lambda: steps_of(client, made[1]) == 15 * 7, within=PATIENCE_SECONDS)
+        status = client.get("/v1/replay").json()
+    assert status["position_unix"] == pytest.approx(recording.end_ns / 1e9)
+    assert (status["recording_ended"], status["fault"], status["samples"]) == ("enough", "", 8)
+
+
+def test_a_replay_is_never_taken_for_a_live_engine(made: tuple[Path, str], play: Callable[..., Player]) -> None:
+    with TestClient(play(paused=True)) as client:
+        for path in ("/v1/engines", "/healthz", "/nothing", f"/v1/engines/{made[1]}/map"):
+            assert client.get(path).headers["kvatlas-replay"] == "engine.kvrec"
+        listing = client.get("/v1/engines").json()
+        assert listing["agent"]["replay"]["file"] == "engine.kvrec"
+        assert [one["replay"] for one in listing["engines"]] == [True]
+        refused = client.get("/metrics")
+        assert refused.status_code == 404
+        assert refused.json()["error"] == "replay"
+        moved = client.post(f"/v1/engines/{made[1]}/compaction", json={"dry_run": True})
+        assert moved.status_code in (403, 409)
+
+
+def test_where_it_goes_and_how_fast_can_be_changed(
+    made: tuple[Path, str], recording: Recording, play: Callable[..., Player]
+) -> None:
+    player = play(paused=True)
+    with TestClient(player, client=("127.0.0.1", 1)) as client:
+        for sample in (5, 2, 7, 0):
+            place = recording.sample_times_ns[sample] / 1e9 + 0.001
+            status = client.post("/v1/replay", json={"position_unix": place}).json()
+            assert status["position_unix"] == pytest.approx(place, abs=1e-3)
+            assert status["paused"]
+            assert steps_of(client, made[1]) == 15 * sample
+        assert client.post("/v1/replay", json={"speed": 20, "paused": False}).json()["speed"] == 20
+        assert client.post("/v1/replay", json={"speed": 0}).status_code == 400
+        assert client.post("/v1/replay", json={"speeed": 1}).status_code == 400
+        beyond = client.post("/v1/replay", json={"position_unix": 1.0, "paused": True}).json()
+        assert beyond["position_unix"] == pytest.approx(recording.start_ns / 1e9, abs=1e-3)
+
+
+def test_who_may_not_change_things_may_not_change_the_place(play: Callable[..., Player]) -> None:
+    with TestClient(play("secret", paused=True)) as client:
+        assert client.post("/v1/replay", json={"paused": False}).status_code == 401
+        told = client.post("/v1/replay", json={"paused": True}, headers={"Authorization": "Bearer secret"})
+        assert told.status_code == 200
+
+
+def test_between_two_samples_the_replay_is_exact_to_the_event(
+    made: tuple[Path, str], recording: Recording, play: Callable[..., Player]
+) -> None:
+    """The steps of a second come in its first 15 milliseconds: after the seventh the pool is between two samples."""
+    first, second = recording.sample_times_ns[3], recording.sample_times_ns[4]
+    player = play(paused=True)
+    used = []
+    with TestClient(player) as client:
+        for place in (first, first + 7_500_000, second - 1, second):
+            player.go(position_ns=place)
+            used.append(client.get(f"/v1/engines/{made[1]}").json()["blocks"])
+    assert used[0] != used[1] != used[2]
+    assert used[2] == used[3]
+
+
+def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers(
+    start_stepping: StartStepping, start_agent: StartAgent, folder: Path, tmp_path: Path, wait_until: Callable[..., Any]
+) -> None:
+    """The commands as they are run, each in its own process with its own clock."""
+    engine = start_stepping(blocks=BLOCKS)
+    agent = start_agent("--interval-seconds", "0.1", environment=QUIET)
+    part = tmp_path / "live.kvrec.part"
+    recorder = subprocess.Popen(
+        [sys.executable, "-m", "engine_shim.launcher", "record", str(engine.path), "-o", str(tmp_path / "live.kvrec"),
+         "--interval-seconds", "0.1"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    live = []
+    try:
+        assert recorder.stderr is not None
+        assert recorder.stderr.readline().startswith("recording ")
+        with httpx.Client(base_url=agent.url, timeout=PATIENCE_SECONDS, trust_env=False) as http:
+
+            def ask(path: str) -> tuple[int, Any]:
+                answer = http.get(path)
+                return answer.status_code, answer.json()
+
+            for count in (40, 25, 60, 10):
+                steps = engine.step(count)
+                wait_until(lambda steps=steps: _steps(ask, engine.id) == steps, within=PATIENCE_SECONDS)
+                wait_until(lambda steps=steps: _recorded_steps(part) == steps, within=PATIENCE_SECONDS)
+                recorded = Recording(part)
+                place = recorded.sample_times_ns[-1]
+                recorded.close()
+                live.append((place, ask_all(ask, engine.id, BLOCKS, place / 1e9)))
+        engine.close()
+        assert recorder.wait(PATIENCE_SECONDS) == 0
+    finally:
+        if recorder.poll() is None:
+            recorder.kill()
+        recorder.communicate()
+    replay = subprocess.Popen(
+        [sys.executable, "-m", "engine_shim.launcher", "replay", str(tmp_path / "live.kvrec"), "--paused",
+         "--listen", "127.0.0.1:0"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **QUIET},
+    )  # fmt: skip
+    try:
+        assert replay.stderr is not None
+        url = next(line["address"] for line in map(json.loads, replay.stderr) if line["event"] == "replaying")
+        left_out = CLOCKS | OWN | TRENDS | {"engine"}
+        with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, trust_env=False) as http:
+
+            def ask_replay(path: str) -> tuple[int, Any]:
+                answer = http.get(path)
+                assert answer.headers["kvatlas-replay"] == "live.kvrec"
+                return answer.status_code, answer.json()
+
+            for place, answers in live:
+                http.post("/v1/replay", json={"position_unix": place / 1e9 + 1e-6}).raise_for_status()
+                for path, answer in answers.by_path.items():
+                    if "history" not in path and "alerts" not in path:
+                        replayed = ask_replay(path)
+                        assert differences(without(answer, left_out, AGES), without(replayed, left_out, AGES)) == [], (
+                            path
+                        )
+        with AgentClient(url, timeout_seconds=PATIENCE_SECONDS) as client:
+            status = client.engines().agent.replay
+            assert status is not None
+            assert status.recording_ended == "the engine ended in good order"
+            assert status.lost_events == 0
+    finally:
+        replay.terminate()
+        assert replay.wait(PATIENCE_SECONDS) == 0
+        replay.communicate()
+
+
+def _steps(ask: Callable[[str], tuple[int, Any]], id: str) -> int | None:
+    status, told = ask(f"/v1/engines/{id}")
+    return int(told["counters"]["steps"]) if status == 200 else None
+
+
+def _recorded_steps(part: Path) -> int:
+    recording = Recording(part)
+    cursor = recording.cursor()
+    cursor.seek(recording.sample_times_ns[-1])
+    steps = cursor.state().snapshot.counters["steps"]
+    recording.close()
+    return int(steps)
+
+
+def test_places_on_the_command_line() -> None:
+    first, last = 1_700_000_000 * 10**9, 1_700_000_100 * 10**9
+    assert place_of("+30", first, last) == first + 30 * 10**9
+    assert place_of("1700000050.5", first, last) == first + 50_500_000_000
+    moment = datetime.fromtimestamp(1_700_000_060, UTC)
+    assert place_of(moment.isoformat(), first, last) == first + 60 * 10**9
+    for text, why in (
+        ("noon", "give"),
+        ("+1e400", "give"),
+        ("+101", "100.000 s"),
+        ("0", "outside"),
+        ("+-1", "outside"),
+    ):
+        with pytest.raises(SettingsError, match=why):
+            place_of(text, first, last)
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "why"),
+    [(["--speed", "0"], 2, "speed=0"), (["--from", "+900"], 2, "outside"), (["--speed", "nan"], 2, "speed=nan")],
+)
+def test_what_cannot_be_replayed_is_refused(
+    made: tuple[Path, str], capsys: pytest.CaptureFixture[str], flags: list[str], status: int, why: str
+) -> None:
+    assert main(["replay", str(made[0]), "--listen", "127.0.0.1:0", *flags]) == status
+    assert why in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x").write_text("hello")
+    assert main(["replay", str(tmp_path / "x")]) == 1
+    assert "wrong magic" in capsys.readouterr().err
