@@ -46,6 +46,7 @@ class AgentClient:
         self._base_url, self._timeout_seconds = base_url.rstrip("/"), timeout_seconds
         # The agent is a neighbour: a proxy meant for the outside must not stand between.
         self._http = httpx.Client(headers=headers, timeout=timeout_seconds, trust_env=False)
+        self._ahead_seconds = 0.0  # of this host's clock, as of the last listing
 
     @property
     def url(self) -> str:
@@ -66,7 +67,10 @@ class AgentClient:
         self.close()
 
     def engines(self) -> wire.EngineList:
-        return self._get(wire.EngineList, "/v1/engines")
+        listing = self._get(wire.EngineList, "/v1/engines")
+        # What is now is then, where a recording is played back.
+        self._ahead_seconds = 0.0 if listing.agent.replay is None else listing.now_unix - time.time()
+        return listing
 
     def engine(self, id: str) -> wire.EngineSummary:
         """One pool. An engine without a block map is none, and is an answer of another shape: see `unmapped`."""
@@ -111,7 +115,7 @@ class AgentClient:
         self, id: str, metric: str, seconds: float, points: int = 600, *, until_unix: float | None = None
     ) -> wire.History:
         """The last `seconds` up to now, or up to another time, in at most `points` buckets."""
-        end = time.time() if until_unix is None else until_unix
+        end = time.time() + self._ahead_seconds if until_unix is None else until_unix
         # One bucket fewer than points: a range that does not begin on a whole step touches one more.
         step = max(seconds / max(1, points - 1), 0.001)
         query: dict[str, str | int | float] = {"metric": metric, "from": end - seconds, "to": end, "step": step}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal
 
 from agent.client import AgentRefused
-from agent.wire import AgentStatus, EngineSummary
+from agent.wire import AgentStatus, EngineSummary, ReplayStatus
 from dashboard.wording import duration
 
 HEARTBEAT_LOST_SECONDS = 3.0  # it beats twice a second
@@ -60,6 +61,19 @@ def unreadable_maps(unreadable: Sequence[str]) -> Condition:
         "warning",
         f"Seen and not readable: {shown}",
         "Run the agent as the engine's user or in its group, and with a version that knows the map.",
+    )
+
+
+def replayed(replay: ReplayStatus) -> Condition:
+    """That nothing on the page is of now: said whatever else there is to say."""
+    moment = datetime.fromtimestamp(replay.position_unix, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    goes_on = "at its end" if replay.at_end else "stopped" if replay.paused else f"at {replay.speed:g} times its speed"
+    lost = f" {replay.lost_events:,} events were lost when it was recorded." if replay.lost_events else ""
+    fault = f" It stops here: {replay.fault}" if replay.fault else ""
+    return Condition(
+        "warning",
+        f"A recording, not an engine: {replay.file} at {moment}, {goes_on}.{lost}{fault}",
+        "POST /v1/replay goes to another place or speed; point the dashboard at an agent to see what runs now.",
     )
 
 

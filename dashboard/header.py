@@ -129,7 +129,8 @@ def _follow(picker: str, chosen: str) -> None:
 
 
 def _conditions(listing: EngineList, chosen: str | None) -> list[conditions.Condition]:
-    found = [conditions.unreadable_maps(listing.agent.unreadable)] if listing.agent.unreadable else []
+    found = [conditions.replayed(listing.agent.replay)] if listing.agent.replay is not None else []
+    found += [conditions.unreadable_maps(listing.agent.unreadable)] if listing.agent.unreadable else []
     everything: list[EngineSummary | UnmappedEngine] = [*listing.engines, *listing.unmapped]
     engine = next((each for each in everything if each.id == chosen), None)
     if isinstance(engine, UnmappedEngine):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent.client import AgentClient, AgentRefused, AgentUnavailable
-from agent.wire import AgentStatus, EngineSummary, ErrorBody, Forecast
+from agent.wire import AgentStatus, EngineSummary, ErrorBody, Forecast, ReplayStatus
 from dashboard import conditions
 from dashboard.source import Source
 
@@ -22,6 +22,34 @@ AGENT = AgentStatus(
     unreadable=[],
     writes_enabled=False,
 )
+
+
+def test_a_recording_is_told_from_an_engine() -> None:
+    told = ReplayStatus(
+        file="night.kvrec",
+        id="e.dp0.tp0.pp0.kv",
+        recorded_from_unix=1_700_000_000.0,
+        recorded_until_unix=1_700_000_100.0,
+        position_unix=1_700_000_050.0,
+        speed=10.0,
+        paused=False,
+        at_end=False,
+        recording_ended="it was stopped",
+        samples=100,
+        events=5,
+        lost_events=7,
+        gaps=[],
+        dropped="",
+        notes=[],
+        fault="",
+    )
+    shown = conditions.replayed(told)
+    assert shown.severity == "warning"
+    for words in ("A recording, not an engine: night.kvrec at 2023-11-14 22:14:10 UTC", "10 times", "7 events were lost"):
+        assert words in shown.what
+    assert "stopped" in conditions.replayed(told.model_copy(update={"paused": True})).what
+    assert "at its end" in conditions.replayed(told.model_copy(update={"at_end": True})).what
+    assert "damaged" in conditions.replayed(told.model_copy(update={"fault": "damaged at byte 9"})).what
 
 
 def test_a_live_engine_has_no_banner(summary: Summary) -> None:
