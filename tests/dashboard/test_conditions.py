@@ -45,7 +45,11 @@ def test_a_recording_is_told_from_an_engine() -> None:
     )
     shown = conditions.replayed(told)
     assert shown.severity == "warning"
-    for words in ("A recording, not an engine: night.kvrec at 2023-11-14 22:14:10 UTC", "10 times", "7 events were lost"):
+    for words in (
+        "A recording, not an engine: night.kvrec at 2023-11-14 22:14:10 UTC",
+        "10 times",
+        "7 events were lost",
+    ):
         assert words in shown.what
     assert "stopped" in conditions.replayed(told.model_copy(update={"paused": True})).what
     assert "at its end" in conditions.replayed(told.model_copy(update={"at_end": True})).what
