@@ -138,9 +138,15 @@ def _place_beside_neighbours(
     for before in (True, False):
         beside = starts - 1 if before else starts + lengths
         state = states.take(beside, mode="clip")
-        live = (state == BlockState.USED) | (state == BlockState.PINNED)
-        live &= (beside >= 0) & (beside < states.size) & (lengths > 0)
-        live &= (beside < window_start) | (beside >= window_start + window_length)
+        live = state == BlockState.USED
+        live |= state == BlockState.PINNED
+        if not before:
+            live &= lengths > 0
+        # They ascend: what lies before the pool, in the window and behind the pool is found without a look at each.
+        first_block, into, out_of, end = np.searchsorted(
+            beside, (0, window_start, window_start + window_length, states.size)
+        )
+        live[:first_block] = live[into:out_of] = live[end:] = False
         holes = np.flatnonzero(live)
         blocks = beside.take(holes)
         del beside, state, live
@@ -215,6 +221,9 @@ class _Placing:
 
     def put(self, first: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Chain pieces that begin at `first` go to the blocks from `starts` on."""
+        if int(lengths.max(initial=0)) == 1:  # as wherever blocks lie singly
+            self.destinations[first] = starts
+            return
         places = _expand(first, lengths)
         to = np.repeat(starts - first, lengths)
         to += places

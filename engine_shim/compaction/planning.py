@@ -108,9 +108,10 @@ def plan_moves(
         run_after = _longest_run(allocatable).length
     runs_before = runs_after = None
     if owner_column is not None:
-        runs_before = runs_after = _count_sequence_runs(owner_column, position_column, column)
+        owned = _owned(owner_column, column)
+        runs_before = runs_after = _count_runs(owned, owner_column, position_column)
         if sources.size:
-            runs_after = _runs_after(owner_column, position_column, column, sources, destinations)
+            runs_after = _runs_after(owned, owner_column, position_column, sources, destinations)
     moves = np.column_stack((sources, destinations))
     moves.setflags(write=False)
     return MovePlan(
@@ -305,59 +306,49 @@ def _prefix_sums(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
 def _count_sequence_runs(
     owners: NDArray[np.integer], positions: NDArray[np.integer] | None, states: NDArray[np.uint8]
 ) -> int:
-    runs = 0
-    for start in range(0, states.size, _CHUNK):
-        begin = max(0, start - 1)  # as in _runs_after
-        part = slice(begin, start + _CHUNK)
-        owned = _owned(owners[part], states[part])
-        runs += _runs_of(owned, owners[part], None if positions is None else positions[part])
-        runs -= int(begin < start and owned[0])
-    return runs
+    return _count_runs(_owned(owners, states), owners, positions)
 
 
 def _owned(owners: NDArray[np.integer], states: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    owned: NDArray[np.bool_] = ((states == BlockState.USED) | (states == BlockState.PINNED)) & (owners != 0)
+    owned: NDArray[np.bool_] = states == BlockState.USED
+    owned |= states == BlockState.PINNED
+    owned &= owners != 0
     return owned
 
 
-def _runs_of(owned: NDArray[np.bool_], owners: NDArray[np.integer], positions: NDArray[np.integer] | None) -> int:
-    joined = owned[1:] & owned[:-1]
-    joined &= owners[1:] == owners[:-1]
-    if positions is not None:
-        joined &= positions[1:] - positions[:-1] == 1
-    return int(np.count_nonzero(owned)) - int(np.count_nonzero(joined))
+def _count_runs(owned: NDArray[np.bool_], owners: NDArray[np.integer], positions: NDArray[np.integer] | None) -> int:
+    """How many owned blocks have no neighbour before them that their sequence goes on from."""
+    runs = int(np.count_nonzero(owned))
+    for start in range(0, owned.size, _CHUNK):
+        part = slice(max(0, start - 1), start + _CHUNK)  # with the block before it, so that no pair is missed
+        inside, owner = owned[part], owners[part]
+        joined = inside[1:] & inside[:-1]
+        joined &= owner[1:] == owner[:-1]
+        if positions is not None:
+            position = positions[part]
+            joined &= position[1:] - position[:-1] == 1
+        runs -= int(np.count_nonzero(joined))
+    return runs
 
 
 def _runs_after(
+    owned: NDArray[np.bool_],
     owners: NDArray[np.integer],
     positions: NDArray[np.integer] | None,
-    states: NDArray[np.uint8],
     sources: NDArray[np.int64],
     destinations: NDArray[np.int64],
 ) -> int:
-    """The runs of sequences once sources[i] lies at destinations[i]."""
-    bits = sources.size.bit_length()
-    order = np.sort(destinations << bits | np.arange(sources.size)) & ((1 << bits) - 1)
-    destinations, origins = destinations.take(order), sources.take(order)
-    chunks = np.arange(0, states.size, _CHUNK)
-    # The block before a chunk is part of it, so that no pair of neighbours is missed; it is a run less each time.
-    left, right = np.searchsorted(sources, (chunks - 1, chunks + _CHUNK))
-    first, last = np.searchsorted(destinations, (chunks - 1, chunks + _CHUNK))
-    runs = 0
-    for index, start in enumerate(chunks.tolist()):
-        begin = max(0, start - 1)
-        part = slice(begin, start + _CHUNK)
-        owner, position = owners[part].copy(), None if positions is None else positions[part].copy()
-        owned = _owned(owner, states[part])
-        owned[sources[left[index] : right[index]] - begin] = False
-        moved = slice(first[index], last[index])
-        to, origin = destinations[moved] - begin, origins[moved]
-        owner[to] = owners.take(origin)
-        owned[to] = owner[to] != 0
-        if position is not None and positions is not None:
-            position[to] = positions.take(origin)
-        runs += _runs_of(owned, owner, position) - int(begin < start and owned[0])
-    return runs
+    """The runs of sequences once sources[i] lies at destinations[i]. Changes `owned` to what is owned then."""
+    moved = owners.take(sources)
+    owners = owners.copy()
+    owners[destinations] = moved
+    owned[sources] = False
+    owned[destinations] = moved != 0
+    if positions is not None:
+        moved = positions.take(sources)
+        positions = positions.copy()
+        positions[destinations] = moved
+    return _count_runs(owned, owners, positions)
 
 
 def _exact_share(target: float) -> Fraction:
