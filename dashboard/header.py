@@ -10,6 +10,7 @@ from agent.client import AgentRefused, AgentUnavailable
 from agent.wire import EngineList, EngineSummary, UnmappedEngine
 from dashboard import address, conditions, engine_metrics
 from dashboard.context import show_condition
+from dashboard.firing import show_firing
 from dashboard.source import REFRESH_SECONDS, client, source, timed
 
 # Each is a module of dashboard.views.
@@ -68,6 +69,8 @@ def _banners(known: frozenset[str]) -> None:
                 st.info("**Paused.** The page shows everything as it was when it was paused. Switch off to go on.")
             for condition in trouble if listing is None else _conditions(listing, chosen):
                 show_condition(condition)
+            if listing is not None:
+                show_firing(client(), chosen_view(), chosen)
 
 
 def _engines() -> tuple[EngineList | None, list[conditions.Condition]]:

@@ -69,16 +69,16 @@ def is_token(text: str) -> bool:
     return text.isascii() and text.isprintable() and " " not in text
 
 
-def change(client: AgentClient, call: Callable[[AgentClient], Answer]) -> Answer | None:
+def change(client: AgentClient, call: Callable[[AgentClient], Answer], *, needs_token: bool = True) -> Answer | None:
     """Have the agent change something, with the token; None, with the reason on the page, where it does not.
 
-    A token that the agent does not know is forgotten.
+    A token that the agent does not know is forgotten. `needs_token` false: see local_page.
     """
     held = token()
-    if held is None:
+    if held is None and needs_token:
         show_condition(Condition("error", "Nothing was changed: the page holds no token.", "Type it in first."))
         return None
-    with client.with_token(held) as writer:
+    with client.with_token(held or "") as writer:
         try:
             return call(writer)
         except AgentUnavailable as error:

@@ -1,26 +1,34 @@
-"""Devices, and who holds their memory."""
+"""Memory: devices and who holds theirs, host and control groups, torch's allocators; and what would fit."""
 
 from __future__ import annotations
 
 import streamlit as st
 
-from dashboard.context import Context, ask, plain
+from agent.wire_devices import DeviceList
+from dashboard import exports, memory_tables
+from dashboard.context import Context, ask
 from dashboard.source import SLOW_REFRESH_SECONDS, timed
+from dashboard.views.planner import show_planner
+
+_SHOWN = "memory_shown"  # a list of the answer that is on the page, for the files: these are made in another thread
 
 
 def show(context: Context) -> None:
-    """The table of devices, refreshed."""
-    st.fragment(_devices, run_every=context.every(SLOW_REFRESH_SECONDS))(context)
+    """What is read, refreshed; and the planner, which answers to its own form."""
+    shown: list[DeviceList] = st.session_state.setdefault(_SHOWN, [])
+    st.fragment(_devices, run_every=context.every(SLOW_REFRESH_SECONDS))(context, shown)
+    exports.offer("memory", lambda: [row for found in shown for row in memory_tables.rows_of(found)])
+    show_planner(context)
 
 
-def _devices(context: Context) -> None:
+def _devices(context: Context, shown: list[DeviceList]) -> None:
     with timed("memory"):
-        listing = ask(context.client.devices)
-        if listing is not None:
-            st.markdown(plain(f"NVML: {listing.nvml}. {listing.nvml_reason}"))
-            rows = [
-                {"gpu": each.gpu, "name": each.name, "state": each.state, "reason": each.reason}
-                | (each.memory.model_dump() if each.memory else {})
-                for each in listing.devices
-            ]
-            st.dataframe(rows, hide_index=True, key="devices_table")
+        found = ask(context.client.devices)
+        if found is None:
+            return
+        shown[:] = [found]
+        st.html(
+            memory_tables.devices_html(found, context.theme)
+            + memory_tables.host_html(found)
+            + memory_tables.allocators_html(found.allocators)
+        )
