@@ -13,6 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 NO_CHROMIUM = "no Chromium: apt-get install chromium, or name one in KVATLAS_CHROMIUM"
 
+# Of each kind of hostile input, see tests/fuzz; those of the default are the same in each run.
+FUZZ_EXAMPLES = int(os.environ.get("KVATLAS_FUZZ_EXAMPLES") or 0)
+
 _not_run: list[tuple[str, str]] = []
 
 
