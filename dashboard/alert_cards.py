@@ -94,8 +94,8 @@ def links_html(records: Sequence[AlertRecord], agent: str | None = None) -> str:
     ]
     without = [rule for rule, url in books.items() if url is None]
     if without:
-        named = ", ".join(map(escape, without))
-        links.append(f"<span>Runbook: docs/alerts.md, {named} (KVATLAS_ALERT_RUNBOOK makes it a link)</span>")
+        rules = ", ".join(map(escape, without))
+        links.append(f"<span>Runbook: docs/alerts.md, {rules} (KVATLAS_ALERT_RUNBOOK makes it a link)</span>")
     return f'<p class="kv-links">{" ".join(links)}</p>' if links else ""
 
 

@@ -32,8 +32,10 @@ def firing_html(found: AlertList) -> str:
 
 
 def link_html(pool: str | None, agent: str | None) -> str:
-    """To the view that says what to do; `pool` and `agent` are those that are chosen. It stays as it is from refresh to refresh:
-    what is drawn anew loses the keyboard's focus."""
+    """To the view that says what to do; `pool` and `agent` are those that are chosen.
+
+    It stays as it is from refresh to refresh: what is drawn anew loses the keyboard's focus.
+    """
     named = {"view": VIEW, "pool": pool, "agent": agent}
     link = escape(urlencode({name: text for name, text in named.items() if text}))
     return f'<a class="kv-firing-link" href="?{link}">what to do</a>'
