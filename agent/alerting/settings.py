@@ -26,7 +26,7 @@ class AlertSettings(BaseSettings):
     alert_page: str = Field(
         default="", description="address of the dashboard, for the links in messages; empty: the agent's own API"
     )
-    alert_runbook: str = Field(default="", description="address of the page that docs/alerts.md is published as")
+    alert_runbook: str = Field(default="", description="address of the page that docs/runbook.md is published as")
     alert_log: bool = Field(default=True, description="write each alert to the log")
 
     slack_webhook_url: SecretStr | None = Field(
