@@ -103,7 +103,7 @@ def measure(pairs: int, model_folder: str) -> dict[str, Any]:
             for unit in found[0]:
                 ratios.setdefault((name, unit), []).append(found[0][unit] / found[1][unit])
             rates.append(found[1]["tokens/s"])
-    rows = []
+    rows: list[dict[str, Any]] = []
     for (name, unit), values in ratios.items():
         mean, low, high = interval(values)
         rows.append({"what": name, "unit": unit, "ratio": mean, "low": low, "high": high})
