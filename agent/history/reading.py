@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote
 
 import numpy as np
@@ -45,6 +46,23 @@ class KeptFrame:
     last_unix: float
     previous_unix: float | None
     next_unix: float | None
+
+
+class Past(Protocol):
+    """What is asked of the past of pools, from any thread. Raises DatabaseUnusable or FrameCorrupt where it cannot be
+    read; the methods are HistoryReader's."""
+
+    def pools(self) -> tuple[str, ...]: ...
+
+    def frame_at(self, pool: str, at_unix: float) -> KeptFrame | None: ...
+
+    def frame_range(self, pool: str) -> tuple[float, float] | None: ...
+
+    def frame_times(self, pool: str, start_unix: float, end_unix: float) -> NDArray[np.float64]: ...
+
+    def marks(
+        self, pool: str, start_unix: float, end_unix: float, limit: int = ..., *, holds: bool = ...
+    ) -> tuple[Mark, ...]: ...
 
 
 class HistoryReader:

@@ -18,6 +18,7 @@ from agent.compaction.settings import Scope
 from agent.config import AgentSettings
 from agent.exporter import Exporter
 from agent.history import MemoryHistory
+from agent.recording.past import RecordedPast
 from agent.recording.reading import Cursor, Recording, State
 from agent.sampling.discovery import FoundMap, Scan, printable
 from agent.sampling.model import NANOSECONDS, AgentView, Clock
@@ -132,6 +133,7 @@ class Session:
                 threshold=settings.threshold,
                 started_unix=header.started_unix,
                 clock=clock,
+                past=RecordedPast(recording, self._monotonic_ns),
                 replay=replay,
             )
         )

@@ -20,7 +20,7 @@ from agent.engine_metrics import presenter as metrics_presenter
 from agent.engine_metrics.model import EngineMetricsView, UnmappedEngine
 from agent.exporter import CONTENT_TYPE, Exporter
 from agent.history import History
-from agent.history.reading import HistoryReader
+from agent.history.reading import Past
 from agent.log import EventLog
 from agent.sampling.model import AgentView, Clock, PoolSample
 from agent.web import presenter
@@ -65,7 +65,7 @@ class ApiContext:
     alerting: Alerting | None = None  # without it there are no routes of alerts
     engine_metrics: Callable[[], EngineMetricsView] = EngineMetricsView
     devices: Callable[[], DevicesView] = lambda: NOTHING_READ
-    past: HistoryReader | None = None  # what is kept of the past on the disk
+    past: Past | None = None  # what is kept of the past
     gate: Gate | None = None  # without it one that keeps no audit
     replay: Plays | None = None  # where the pools are those of a recording
     boxes: BoxReader | None = None  # of engines that ended

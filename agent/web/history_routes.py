@@ -14,7 +14,7 @@ from agent import wire, wire_history
 from agent.fragmentation import analyze
 from agent.history import MAX_POINTS, METRICS, History
 from agent.history.frames import FrameCorrupt
-from agent.history.reading import MAX_MARKS_READ, HistoryReader, KeptFrame
+from agent.history.reading import MAX_MARKS_READ, KeptFrame, Past
 from agent.sampling.model import Clock
 from agent.web.cells import cut, states_by_cell
 from agent.web.errors import ApiError, json_response
@@ -35,7 +35,7 @@ def add_history(
     app: FastAPI,
     pool_id: Callable[[str], str],
     history: History,
-    past: HistoryReader | None,
+    past: Past | None,
     clock: Clock,
     interval_seconds: float,
 ) -> None:
@@ -51,7 +51,7 @@ def add_history(
                 return id
             raise
 
-    def kept() -> HistoryReader:
+    def kept() -> Past:
         if past is None:
             action = "set KVATLAS_STATE_DIR to a folder, and start the agent anew"
             raise ApiError(404, "not_kept", "the agent keeps nothing of the past but metrics in memory", action)
@@ -185,7 +185,7 @@ def thin_out(times: NDArray[np.float64], start: float, end: float, limit: int) -
     return step, times[last_of_step]
 
 
-def _kept_pools(past: HistoryReader) -> tuple[str, ...]:
+def _kept_pools(past: Past) -> tuple[str, ...]:
     try:
         return past.pools()
     except DatabaseUnusable:

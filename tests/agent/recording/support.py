@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,22 +95,27 @@ def questions(id: str, blocks: int, now_unix: float) -> list[str]:
         *(f"{of}/history?metric={metric}&{end}&step=5" for metric in METRICS),
         f"{of}/compaction?plan=true",
         f"{of}/frames?at={now_unix:.6f}",
-        f"{of}/marks",
+        f"{of}/frames?at={now_unix - 7:.6f}&cells=50",
+        f"{of}/frames/times?{end}",
     ]
 
 
-# GPUs and memory are the host's, not the engine's, and are not recorded; the other is there in a replay alone.
-NOT_OF_THE_ENGINE = {"/v1/devices", "/v1/replay"}
+# GPUs and memory are the host's, marks and decisions the agent's, none of them the engine's, and not recorded; the last
+# is there in a replay alone.
+NOT_OF_THE_ENGINE = {"/v1/devices", "/v1/engines/{id}/marks", "/v1/replay"}
 
 
-def ask_all(ask: Ask, id: str, blocks: int, now_unix: float) -> Answers:
-    """Everything that can be asked: what has no parameters of its own among the questions is asked without any."""
-    asked = questions(id, blocks, now_unix)
-    known = {path.partition("?")[0] for path in asked}
+def further_questions(ask: Ask, id: str) -> list[str]:
+    """Every path of /v1 that is not among the questions, to be asked without parameters."""
+    known = {path.partition("?")[0] for path in questions(id, 1, 0.0)}
     paths = ask("/openapi.json")[1]["paths"]
-    every = [path.replace("{id}", id) for path, methods in paths.items() if "get" in methods]
-    asked += [path for path in every if path.startswith("/v1/") and path not in known | NOT_OF_THE_ENGINE]
-    return Answers(now_unix, {path: ask(path) for path in asked})
+    every = [path for path, methods in paths.items() if "get" in methods and path.startswith("/v1/")]
+    every = [path.replace("{id}", id) for path in every if path not in NOT_OF_THE_ENGINE]
+    return [path for path in every if path not in known]
+
+
+def ask_all(ask: Ask, paths: Iterable[str], now_unix: float) -> Answers:
+    return Answers(now_unix, {path: ask(path) for path in paths})
 
 
 def without(value: Any, names: set[str], endings: tuple[str, ...] = ()) -> Any:

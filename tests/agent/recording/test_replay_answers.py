@@ -21,6 +21,7 @@ from agent.compaction.settings import DriverSettings, Scope
 from agent.config import AgentSettings
 from agent.exporter import Exporter
 from agent.history import MemoryHistory
+from agent.history.keeper import HistoryKeeper
 from agent.recording.chunks import ChunkFile, ChunkKind, ChunkWriter, RecordingError
 from agent.recording.contents import decode_events, encode_events
 from agent.recording.player import Player
@@ -34,7 +35,17 @@ from alerts.store import Store
 from engine_shim import __version__
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.layout import EventKind
-from tests.agent.recording.support import CLOCKS, OWN, Answers, SteppingEngine, ask_all, differences, without
+from tests.agent.recording.support import (
+    CLOCKS,
+    OWN,
+    Answers,
+    SteppingEngine,
+    ask_all,
+    differences,
+    further_questions,
+    questions,
+    without,
+)
 
 BLOCKS = 600
 SAMPLES = 60
@@ -69,8 +80,10 @@ class Recorded:
 class LiveAgent:
     """The agent's parts, wired as for a live engine, on a clock of the test's."""
 
-    def __init__(self, folder: Path, clock: Clock) -> None:
-        history = MemoryHistory(seconds=SETTINGS.history_seconds, interval_seconds=1.0)
+    def __init__(self, folder: Path, state_folder: Path, clock: Clock) -> None:
+        memory = MemoryHistory(seconds=SETTINGS.history_seconds, interval_seconds=1.0)
+        self._keeper = HistoryKeeper(state_folder, 2**26, memory, clock)
+        history = self._keeper.history
         self.sampler = Sampler(lambda: (folder,), MapReader, history, settings=SETTINGS.sampler(), clock=clock)
         self._driver = CompactionDriver(DriverSettings(scope=Scope.parse("off")), AuditLog(None), clock=clock)
         self._alerting = Alerting(default_rules(), (), Store(None, [], clock=clock), self._driver, clock=clock)
@@ -86,6 +99,7 @@ class LiveAgent:
             threshold=SETTINGS.threshold,
             started_unix=clock.wall(),
             clock=clock,
+            past=self._keeper.reader,
         )
         self.client = TestClient(create_app(context))
 
@@ -93,8 +107,14 @@ class LiveAgent:
         view = self.sampler.tick()
         self._driver.tick(view)
         self._alerting.evaluator.tick(view)
+        self._keeper.recorder.notice(view)
+
+    def settle(self) -> None:
+        """Have what is kept of the past on the disk."""
+        self._keeper.writer.step()
 
     def close(self) -> None:
+        self._keeper.stop()
         self._alerting.stop()
         self.sampler.close()
         self.client.close()
@@ -115,10 +135,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     engine = SteppingEngine(folder, blocks=BLOCKS)
     now = SteadyClock()
     clock, dice = Clock(now, now), random.Random(4)
-    agent, reader = LiveAgent(folder, clock), MapReader(engine.path)
+    agent, reader = LiveAgent(folder, tmp_path_factory.mktemp("state"), clock), MapReader(engine.path)
     path = folder / "engine.kvrec"
     recorder = Recorder(reader, ChunkWriter(path), engine.id, 1.0, clock)
     live: dict[int, Answers] = {}
+    more: list[str] = []
     try:
         for sample in range(SAMPLES):
             if sample == SAMPLES // 2:
@@ -134,7 +155,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
                 recorder.begin()
             agent.tick()
             if sample in COMPARED:
-                live[sample] = ask_all(asking(agent.client), engine.id, BLOCKS, now.now)
+                agent.settle()
+                more = more or further_questions(asking(agent.client), engine.id)
+                paths = [*questions(engine.id, BLOCKS, now.now), *more]
+                live[sample] = ask_all(asking(agent.client), paths, now.now)
         recorder.end("the test has seen enough")
         recorder.writer.finish()
         assert recorder.tally.samples == SAMPLES
@@ -157,7 +181,7 @@ def compare(recorded: Recorded, path: Path, samples: Iterable[int] = COMPARED) -
             for sample in samples:
                 live = recorded.live[sample]
                 player.go(position_ns=recording.sample_times_ns[sample])
-                replayed = ask_all(asking(client), recorded.id, BLOCKS, live.now_unix)
+                replayed = ask_all(asking(client), live.by_path, live.now_unix)
                 for question, answer in live.by_path.items():
                     left_out = CLOCKS | OWN | (ASKED_OF_THE_ENGINE if "compaction?" in question else set())
                     pair = (without(answer, left_out), without(replayed.by_path[question], left_out))
@@ -189,7 +213,10 @@ def test_the_traffic_that_is_compared_has_everything_in_it(recorded: Recorded) -
     assert sum(point["mean"] is not None for point in history[1]["points"]) > 10
     assert differences(first.by_path["/v1/engines"], last.by_path["/v1/engines"])
     asked = {path.partition("?")[0].replace(recorded.id, "{id}") for path in last.by_path}
-    assert asked >= {"/v1/engines/{id}/marks", "/v1/engines/{id}/frames", "/v1/compactions", "/v1/mutes"}
+    assert asked >= {"/v1/engines/{id}/advice", "/v1/engines/{id}/frames/times", "/v1/compactions", "/v1/mutes"}
+    frame = last.by_path[next(path for path in last.by_path if "/frames?" in path)]
+    assert frame[0] == 200
+    assert frame[1]["previous_unix"] is not None
     assert any(one.by_path["/v1/alerts"][1]["open"] for one in instants)
 
 

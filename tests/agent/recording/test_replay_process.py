@@ -29,13 +29,25 @@ from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import SettingsError
 from tests.agent.conftest import StartAgent
 from tests.agent.recording.conftest import StartStepping
-from tests.agent.recording.support import CLOCKS, OWN, ROOT, SteppingEngine, ask_all, differences, without
+from tests.agent.recording.support import (
+    CLOCKS,
+    OWN,
+    ROOT,
+    Answers,
+    SteppingEngine,
+    ask_all,
+    differences,
+    further_questions,
+    questions,
+    without,
+)
 
 PATIENCE_SECONDS = 60.0
 BLOCKS = 400
 # What an agent makes of several samples depends on when it took them, and the two took them at different times.
 TRENDS = {"forecast"}
 AGES = ("_seconds", "_second")  # since something happened, or a rate: the two looked at different times
+KEPT = ("/history", "/alerts", "/frames")  # over several samples, or in a state folder, which this agent has not
 QUIET = {"KVATLAS_STALL_SECONDS": "3600", "KVATLAS_COMPACTION": "off"}
 
 
@@ -169,7 +181,8 @@ def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers
          "--interval-seconds", "0.1"],
         cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    live = []
+    live: list[tuple[int, Answers]] = []
+    more: list[str] = []
     try:
         assert recorder.stderr is not None
         assert recorder.stderr.readline().startswith("recording ")
@@ -186,7 +199,9 @@ def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers
                 recorded = Recording(part)
                 place = recorded.sample_times_ns[-1]
                 recorded.close()
-                live.append((place, ask_all(ask, engine.id, BLOCKS, place / 1e9)))
+                more = more or further_questions(ask, engine.id)
+                paths = [*questions(engine.id, BLOCKS, place / 1e9), *more]
+                live.append((place, ask_all(ask, paths, place / 1e9)))
         engine.close()
         assert recorder.wait(PATIENCE_SECONDS) == 0
     finally:
@@ -212,7 +227,7 @@ def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers
             for place, answers in live:
                 http.post("/v1/replay", json={"position_unix": place / 1e9 + 1e-6}).raise_for_status()
                 for path, answer in answers.by_path.items():
-                    if "history" not in path and "alerts" not in path:
+                    if not any(word in path for word in KEPT):
                         replayed = ask_replay(path)
                         assert differences(without(answer, left_out, AGES), without(replayed, left_out, AGES)) == [], (
                             path
