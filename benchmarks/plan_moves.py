@@ -2,8 +2,10 @@
 
 Pools differ in how live blocks lie: *islands* are whole sequences scattered over a pool that is else allocatable,
 *aged* is what sequences of mixed length leave behind in random order, *random* is every block by a throw of dice, which
-no allocator does: the most moves there can be. Times are by the clock; `cpu` is the CPU time of the thread, which a busy
-machine disturbs less. The first plan of a case takes its memory from the system, and is the slowest.
+no allocator does: the most moves there can be.
+
+Times are by the clock; `cpu` is the CPU time of the thread, which a busy machine disturbs less. The first plan of a
+case takes its memory from the system, and is the slowest.
 
     python benchmarks/plan_moves.py [--blocks 1000000] [--repeat 7] [--json FILE]
 """
