@@ -246,16 +246,22 @@ def dashboard(
     listen: Annotated[
         str, typer.Option(envvar="KVATLAS_DASHBOARD_LISTEN", help="HOST:PORT to serve the page on.")
     ] = DASHBOARD_ADDRESS,
-    agent: Annotated[str, typer.Option(envvar="KVATLAS_AGENT_URL", help="Address of the agent.")] = AGENT_URL,
+    agent: Annotated[
+        str, typer.Option(envvar="KVATLAS_AGENT_URL", help="Address of the agent, or several with commas between.")
+    ] = AGENT_URL,
+    prometheus: Annotated[
+        str, typer.Option(envvar="KVATLAS_PROMETHEUS_URL", help="A Prometheus that scrapes agents, for the fleet.")
+    ] = "",
     base_path: Annotated[
         str, typer.Option(envvar="KVATLAS_DASHBOARD_BASE_PATH", help="Path in front of the page behind a proxy.")
     ] = "",
 ) -> None:
-    """Serve the page that shows the pools of one agent."""
+    """Serve the page that shows the pools of one agent, or of a fleet."""
     if find_spec("dashboard") is None or find_spec("streamlit") is None:
         raise SettingsError("the dashboard is not in this environment; pip install 'kvatlas[dashboard]'")
     # By name: the agent may not import the dashboard. -P keeps the current folder off the module path.
     command = [sys.executable, "-P", "-m", "dashboard", "--listen", listen, "--agent", agent, "--base-path", base_path]
+    command += ["--prometheus", prometheus]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - no shell; this process becomes the server
 

@@ -244,8 +244,8 @@ class AgentClient:
         raise AgentRefused(response.status_code, body)
 
 
-def checked_address(url: str) -> str:
-    """The address of an agent as it is; ValueError where it cannot be one. A password in it is not repeated."""
+def checked_address(url: str, setting: str = "KVATLAS_AGENT_URL") -> str:
+    """The address of a `setting` as it is; ValueError where it cannot be one. A password in it is not repeated."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -255,7 +255,8 @@ def checked_address(url: str) -> str:
     except (ValueError, httpx.InvalidURL) as error:
         problem = str(error)
     if problem:
-        raise ValueError(f"KVATLAS_AGENT_URL is no address of an agent ({problem}); give one such as {DEFAULT_URL}")
+        what = "an agent" if setting == "KVATLAS_AGENT_URL" else "a server"
+        raise ValueError(f"{setting} is no address of {what} ({problem}); give one such as {DEFAULT_URL}")
     return url
 
 

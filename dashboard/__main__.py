@@ -19,7 +19,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         help="HOST:PORT to serve the page on (default %(default)s; env KVATLAS_DASHBOARD_LISTEN)",
     )
     parser.add_argument(
-        "--agent", default=None, metavar="URL", help="the agent's address (env KVATLAS_AGENT_URL; default port 9477)"
+        "--agent",
+        action="append",
+        metavar="URL[,URL]",
+        help="an agent's address, or several (env KVATLAS_AGENT_URL; default port 9477); may be given more than once",
+    )
+    parser.add_argument(
+        "--prometheus",
+        default=os.environ.get("KVATLAS_PROMETHEUS_URL", ""),
+        metavar="URL",
+        help="a Prometheus that scrapes agents: its pools are on the fleet's view too (env KVATLAS_PROMETHEUS_URL)",
     )
     parser.add_argument(
         "--base-path",
@@ -28,7 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     )
     options = parser.parse_args(arguments)
     try:
-        command, environment = streamlit_command(options.listen, options.agent, base_path=options.base_path)
+        command, environment = streamlit_command(
+            options.listen,
+            ",".join(options.agent or ()),
+            base_path=options.base_path,
+            prometheus_url=options.prometheus,
+        )
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
     os.execve(command[0], command, environment)  # noqa: S606 - this process is the server from here on

@@ -10,11 +10,13 @@ import streamlit as st
 
 VIEW = "view"  # absent: the default one
 POOL = "pool"  # id of the chosen pool
+AGENT = "agent"  # number of the agent that knows it, where there are several; absent: the first
 TIME = "at"  # an instant, Unix seconds
 SPAN = "span"  # how much of the past is shown, one of the view's own words
 BOX = "box"  # name of a black box
 FILTER = "filter"  # text that rows must contain
 SORT = "sort"  # what rows are sorted by
+POOLS = "pools"  # text that the names of a fleet's pools must contain
 COLOUR = "colour"  # what the colours of the block map tell; absent: states
 REQUEST = "request"  # whose blocks the block map lights
 _KEPT = "address"

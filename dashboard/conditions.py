@@ -11,6 +11,7 @@ from agent.client import AgentRefused
 from agent.wire import AgentStatus, EngineSummary, ReplayStatus
 from dashboard.wording import duration
 
+MEANINGFUL_STATES = ("live", "stale", "stalled")  # of pools whose states of blocks mean something
 HEARTBEAT_LOST_SECONDS = 3.0  # it beats twice a second
 
 Severity = Literal["error", "warning", "info"]
@@ -149,11 +150,6 @@ def most_in_need(engines: Sequence[EngineSummary]) -> EngineSummary | None:
     return min(engines, key=_calmness, default=None)
 
 
-def worst_first(engines: Sequence[EngineSummary]) -> list[EngineSummary]:
-    """The pools in the order of `most_in_need`."""
-    return sorted(engines, key=_calmness)
-
-
 def _calmness(engine: EngineSummary) -> tuple[bool, bool, bool, bool, float, str]:
     return (
         not map_is_meaningful(engine),
@@ -167,4 +163,4 @@ def _calmness(engine: EngineSummary) -> tuple[bool, bool, bool, bool, float, str
 
 def map_is_meaningful(engine: EngineSummary) -> bool:
     """Whether there are blocks to draw at all: not for an engine that is gone, asleep or unreadable."""
-    return engine.state in ("live", "stale", "stalled")
+    return engine.state in MEANINGFUL_STATES

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from importlib import resources
 
-from agent.client import DEFAULT_URL, checked_address
 from dashboard.palette import DARK, LIGHT
+from dashboard.source import Source
 
 DEFAULT_LISTEN = "127.0.0.1:8501"
 
@@ -18,12 +18,13 @@ def streamlit_command(
     agent_url: str | None = None,
     *,
     base_path: str = "",
+    prometheus_url: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and the whole environment of a dashboard process.
 
-    `listen` is HOST:PORT ([HOST]:PORT for IPv6), `agent_url` an http address; ValueError otherwise. `environment` is
-    the process's own where None.
+    `listen` is HOST:PORT ([HOST]:PORT for IPv6), `agent_url` an http address or several with commas between them,
+    `prometheus_url` one or none; ValueError otherwise. `environment` is the process's own where None.
     """
     host, port = split_address(listen)
     # -P keeps the current folder off the module path: a stray agent.py there must not become our agent package.
@@ -33,7 +34,9 @@ def streamlit_command(
     child = dict(os.environ if environment is None else environment)
     if agent_url:
         child["KVATLAS_AGENT_URL"] = agent_url
-    checked_address(child.get("KVATLAS_AGENT_URL") or DEFAULT_URL)
+    if prometheus_url:
+        child["KVATLAS_PROMETHEUS_URL"] = prometheus_url
+    Source.from_environment(child)  # an address that is none is said before anything starts
     return command, child
 
 

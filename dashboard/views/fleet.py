@@ -4,22 +4,76 @@ from __future__ import annotations
 
 import streamlit as st
 
-from dashboard import conditions
-from dashboard.context import Context, ask
-from dashboard.source import SLOW_REFRESH_SECONDS, timed
+from dashboard import address, exports, widgets
+from dashboard.choices import show_choices
+from dashboard.conditions import Condition
+from dashboard.context import Context, show_condition
+from dashboard.fleet import Fleet, PoolCard, card_rows, chosen_of, fleet_html
+from dashboard.header import open_pool
+from dashboard.source import SLOW_REFRESH_SECONDS, fleet_reader, timed
+from dashboard.wording import count
+
+_FILTER = "pools_filter"
 
 
 def show(context: Context) -> None:
-    """The table of pools, refreshed."""
-    st.fragment(_pools, run_every=context.every(SLOW_REFRESH_SECONDS))(context)
+    """The cards, refreshed."""
+    st.fragment(_cards, run_every=context.every(SLOW_REFRESH_SECONDS))(context)
 
 
-def _pools(context: Context) -> None:
+def _cards(context: Context) -> None:
     with timed("fleet"):
-        listing = ask(context.client.engines)
-        if listing is not None:
-            rows = [
-                {"pool": each.id, "state": each.state, "fragmentation": each.fragmentation.rate} | dict(each.blocks)
-                for each in conditions.worst_first(listing.engines)
-            ]
-            st.dataframe(rows, hide_index=True, key="fleet_table")
+        fleet = fleet_reader().read()
+        with st.container(key="fleet_head", horizontal=True, vertical_alignment="center"):
+            st.html(widgets.heading_html("Fleet", _summary(fleet)), width="stretch")
+            wanted = _filter()
+            shown = [card for card in fleet.cards if wanted.lower() in _text(card)]
+            exports.offer("fleet", lambda: card_rows(shown))
+        if fleet.troubles:
+            show_condition(_silent(fleet))
+        if shown:
+            chosen = show_choices(fleet_html(shown, context.theme), key="fleet_cards")
+            if chosen:
+                open_pool(*chosen_of(chosen))
+        elif fleet.cards:
+            st.html(widgets.note_html(f"None of {count(len(fleet.cards))} pools has {wanted!r} in its name or model."))
+        elif not fleet.troubles:
+            st.html(widgets.note_html("No pool yet. Start an engine with the shim installed beside an agent."))
+
+
+def _summary(fleet: Fleet) -> str:
+    in_need = sum(card.in_need for card in fleet.cards)
+    needy = f"{count(in_need)} in need · " if in_need else "none in need · "
+    pools = "1 pool" if len(fleet.cards) == 1 else f"{count(len(fleet.cards))} pools"
+    answered = (
+        f" · {fleet.sources - len(fleet.troubles)} of {fleet.sources} sources answer" if fleet.sources > 1 else ""
+    )
+    return f"{pools} · {needy}the one most in need first{answered}"
+
+
+def _filter() -> str:
+    kept = address.get(address.POOLS) or ""
+    if st.session_state.get(_FILTER) != kept:
+        st.session_state[_FILTER] = kept
+    st.text_input(
+        "Filter", key=_FILTER, on_change=_filtered, placeholder="Filter", label_visibility="collapsed", width=180
+    )
+    return kept
+
+
+def _filtered() -> None:
+    address.put(address.POOLS, st.session_state[_FILTER])
+
+
+def _text(card: PoolCard) -> str:
+    return f"{card.id} {card.model} {card.kind} {card.where} {card.state}".lower()
+
+
+def _silent(fleet: Fleet) -> Condition:
+    told = "; ".join(fleet.troubles[:3])
+    more = f"; and {len(fleet.troubles) - 3} more" if len(fleet.troubles) > 3 else ""
+    return Condition(
+        "warning",
+        f"{len(fleet.troubles)} of {fleet.sources} sources do not answer: {told}{more}",
+        "Their pools are not shown. See that they run, and that the dashboard may reach them.",
+    )

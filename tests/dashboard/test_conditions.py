@@ -138,7 +138,7 @@ def test_conditions_of_the_agent() -> None:
 
 def test_no_password_of_the_address_is_shown() -> None:
     source = Source.from_environment({"KVATLAS_AGENT_URL": "http://user:secret@127.0.0.1:1/"})
-    with pytest.raises(AgentUnavailable) as raised, AgentClient(source.agent_url) as client:
+    with pytest.raises(AgentUnavailable) as raised, AgentClient(source.agent_urls[0]) as client:
         client.engines()
     assert source.reason(raised.value).startswith("no answer from the agent at http://127.0.0.1:1: ")
     assert Source.from_environment({}).reason(raised.value) == str(raised.value)

@@ -67,6 +67,6 @@ def test_an_agent_s_address_is_checked_at_the_start(url: str) -> None:
     "url", ["http://user:secret@host:1", "http://user:secret@[::1", "http://user:se@cret@host/x@y"]
 )
 def test_an_error_on_the_page_has_no_password(url: str) -> None:
-    told = Source(url, False).reason(OSError(f"no answer from {url}"))
+    told = Source((url,), False).reason(OSError(f"no answer from {url}"))
     assert "cret@" not in told
     assert "user" not in told
