@@ -14,7 +14,7 @@ from engine_shim.compaction.mover import Mover, MoveSwitch
 from engine_shim.compaction.planning import MovePlan, plan_moves
 from engine_shim.compaction.report import CompactionReport, Outcome
 from engine_shim.compaction.run import CompactionRun, Phase, RunSettings
-from engine_shim.compaction.time_share import MAX_TIME_SHARE, TimeShare
+from engine_shim.compaction.time_share import TimeShare
 from engine_shim.errors import ControlRefused
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,13 @@ class Compactor:
         defaults: RunSettings | None = None,
         switch: MoveSwitch | None = None,
         consumer: Consumer | None = None,
-        max_time_share: float = MAX_TIME_SHARE,
+        max_time_share: float = 1.0,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`wake` rouses an idle engine; it is called on other threads. `defaults` are the budgets of a run that is
-        started without any; `max_time_share` is of the time of an engine that has work, for all runs together."""
+        started without any; `max_time_share` is of the time of an engine that has work, for all runs together: 1 is no
+        bound, and less asks for `idle` in each step of an engine without work."""
         self.mover, self.defaults = mover, defaults or RunSettings()
         self.switch = switch or MoveSwitch()
         self.consumer = consumer
@@ -76,6 +77,11 @@ class Compactor:
     def active(self) -> bool:
         """Is there anything to do at the next step boundary, or being planned?"""
         return self._run is not None
+
+    @property
+    def owes(self) -> bool:
+        """Has so much been spent that the next slice of work is to wait?"""
+        return self._time.owes(self._clock())
 
     @property
     def rested(self) -> bool:

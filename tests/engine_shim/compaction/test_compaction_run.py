@@ -16,6 +16,7 @@ from engine_shim.compaction.compactor import Compactor
 from engine_shim.compaction.mover import BlockFacts, Moves, MoveSwitch
 from engine_shim.compaction.report import CompactionReport, Outcome
 from engine_shim.compaction.run import CompactionRun, Phase, RunSettings
+from engine_shim.compaction.time_share import MAX_TIME_SHARE
 from engine_shim.errors import SettingsError
 from engine_shim.layout import BlockState
 
@@ -343,7 +344,7 @@ def test_an_idle_engines_time_is_of_no_use_to_others() -> None:
 def resting() -> tuple[Memory, Compactor, list[CompactionReport]]:
     """A run that rests between two chunks."""
     memory = scattered(blocks=600)
-    compactor = Compactor(memory, memory.blocks, clock=memory.clock)
+    compactor = Compactor(memory, memory.blocks, max_time_share=MAX_TIME_SHARE, clock=memory.clock)
     reports: list[CompactionReport] = []
     compactor.start(RunSettings(target=0.0, max_chunk_moves=2), done=reports.append)
     while not compactor.rested:
@@ -374,7 +375,7 @@ def test_a_run_that_rests_ends_in_time() -> None:
 
 def test_later_runs_begin_with_chunks_that_fit() -> None:
     memory = scattered(blocks=600)
-    compactor = Compactor(memory, memory.blocks, max_time_share=1.0, clock=memory.clock)
+    compactor = Compactor(memory, memory.blocks, clock=memory.clock)
     chunks = []
     for _ in range(2):
         compactor.start(RunSettings(target=0.0, max_moves=8))
