@@ -15,7 +15,7 @@ from engine_shim.errors import SettingsError
 from engine_shim.pool.policies import POLICIES
 from engine_shim.simulator import DEFAULT_BLOCKS, SimulationReport
 from engine_shim.simulator import simulate as run_trace
-from engine_shim.workload import BUNDLED_TRACES, load_workload
+from engine_shim.workload import BUNDLED_TRACES, first_requests, load_workload
 
 _BLOCK_SIZE, _HEADROOM, _MAX_SEQS = 16, 0.10, 256
 
@@ -35,6 +35,9 @@ def simulate(
     ] = _HEADROOM,
     max_seqs: Annotated[int, typer.Option(envvar="KVATLAS_MAX_SEQS", help="Sequences that run at once.")] = _MAX_SEQS,
     prefix_cache: Annotated[bool, typer.Option(envvar="KVATLAS_PREFIX_CACHE", help="Keep freed prefixes.")] = True,
+    requests: Annotated[
+        int | None, typer.Option(envvar="KVATLAS_SIMULATE_REQUESTS", help="Only so many, the first; all by default.")
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", envvar="KVATLAS_SIMULATE_COMPARE", help="Table of policies at several pool sizes."),
@@ -70,7 +73,7 @@ def simulate(
     chosen = parse_sizes(sizes) if sizes is not None else None
     default = SIZED_POLICIES if sizes is not None else COMPARED_POLICIES if compare else tuple(POLICIES)
     policies = tuple(policy or default)
-    source = _source(trace, policies, block_size, headroom, max_seqs, prefix_cache)
+    source = _source(trace, policies, block_size, headroom, max_seqs, prefix_cache, requests)
     more = source.more()
     if sizes is not None:
         reports = simulate_sizes(source.run, source.auto_sizes() if chosen is None else chosen)
@@ -102,18 +105,24 @@ class _Source:
 
 
 def _source(
-    trace: str, policies: Sequence[str], block_size: int, headroom: float, max_seqs: int, prefix_cache: bool
+    trace: str,
+    policies: Sequence[str],
+    block_size: int,
+    headroom: float,
+    max_seqs: int,
+    prefix_cache: bool,
+    requests: int | None,
 ) -> _Source:
     from agent.recording.chunks import is_recording
 
     if trace not in BUNDLED_TRACES and is_recording(Path(trace)):
-        if (block_size, headroom, max_seqs) != (_BLOCK_SIZE, _HEADROOM, _MAX_SEQS):
-            raise SettingsError("--block-size, --headroom and --max-seqs are what was recorded; leave them out")
+        if (block_size, headroom, max_seqs, requests) != (_BLOCK_SIZE, _HEADROOM, _MAX_SEQS, None):
+            raise SettingsError("--block-size, --headroom, --max-seqs and --requests are of traces; leave them out")
         return _recorded(Path(trace), policies, prefix_cache)
     from agent.commands.compare import pool_sizes
     from agent.commands.sizes import auto_sizes, range_of_trace
 
-    workload = load_workload(trace)
+    workload = first_requests(load_workload(trace), requests)
 
     def chosen(blocks: int | None, compare: bool) -> Sequence[int]:
         return pool_sizes(trace, blocks) if compare else (DEFAULT_BLOCKS if blocks is None else blocks,)

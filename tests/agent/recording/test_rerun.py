@@ -143,3 +143,9 @@ def test_the_command_has_the_keys_that_traces_have(case: Case, capsys: pytest.Ca
     assert wanted <= told["policies"]["vllm"].keys()
     assert told["recording"]["policy"] == case.policy
     assert told["recording"]["evictions"] == told["policies"]["vllm"]["evictions"]
+
+
+def test_what_was_recorded_is_not_given_again(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--block-size", "--max-seqs", "--requests"):
+        assert main(["simulate", str(case.path), flag, "7"]) == 2
+        assert "are of traces" in capsys.readouterr().err
