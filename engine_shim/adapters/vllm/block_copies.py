@@ -24,6 +24,10 @@ class StepCopies:
     def __len__(self) -> int:
         return sum(block != origin for block, origin in self._origins.items())
 
+    def sources(self) -> set[int]:
+        """What is still to be read."""
+        return {origin for block, origin in self._origins.items() if block != origin}
+
     def composed(self, copies: Sequence[Copy]) -> dict[int, int]:
         """The change that these copies make. All of them are of one moment: a source may be another's destination."""
         origins = self._origins

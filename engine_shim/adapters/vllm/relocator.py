@@ -146,7 +146,7 @@ class Relocator:
         copies, placement = self._copies, self._placement
 
         def get_new_blocks(num_blocks: int) -> Any:
-            ours = self._on and self._in_step and not self._loading
+            ours = self._on and self._in_step
             if ours:
                 try:
                     self._make_room(num_blocks)
@@ -188,8 +188,8 @@ class Relocator:
         return touch
 
     def _around_loading(self, hook: Hook) -> Method:
-        """A connector may fill these blocks before the step's copies have read what they held: they are handed out as
-        vLLM would, and what vLLM would evict is evicted."""
+        """A connector may fill these blocks before the step's copies have read what they held: they are taken from
+        those that hold nothing, or else where vLLM would take them."""
 
         def allocate_external_computed_blocks(*args: Any, **kwargs: Any) -> Any:
             self._loading = True
@@ -227,11 +227,13 @@ class Relocator:
             return
         victims = list(islice(queue.iter_blocks_after(None), count))
         numbers = [block.block_id for block in victims]
-        chosen = self._placement.choose(numbers, queue.num_free_blocks, self._left)
+        chosen = self._placement.choose(numbers, queue.num_free_blocks, 0 if self._loading else self._left)
         stay = set(chosen).intersection(numbers)
         incoming = [block for block in chosen if block not in stay]
         homes = sorted(block for block in numbers if block not in stay)
-        if not all(unreferenced(blocks[number]) for number in incoming):
+        if not all(unreferenced(blocks[number]) for number in incoming) or (
+            self._loading and not self._hold_nothing(incoming)
+        ):
             self.look_again([*chosen, *numbers])
             return
         pairs = list(zip(incoming, homes, strict=True))
@@ -241,6 +243,11 @@ class Relocator:
         if pairs:
             self.on_evicted(())
             self._exchange(pairs, copies, 0)
+
+    def _hold_nothing(self, numbers: Sequence[int]) -> bool:
+        """May these be written to before the copies of this step are made?"""
+        blocks, read = self._pool.blocks, self._copies.sources()
+        return all(blocks[number].block_hash is None and number not in read for number in numbers)
 
     def _pull(self, groups: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """The hits of one request, in all groups, where they lie after those that lay too high have been moved down."""

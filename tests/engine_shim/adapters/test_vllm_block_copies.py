@@ -52,3 +52,14 @@ def test_a_change_that_is_worked_out_is_not_made_yet() -> None:
     copies = StepCopies()
     copies.composed([(1, 2)])
     assert copies.drain([]) == []
+
+
+def test_sources_are_what_is_still_to_be_read() -> None:
+    copies = StepCopies()
+    copies.apply(copies.composed([(1, 2), (3, 4)]))
+    copies.apply(copies.composed([(2, 5)]))  # the contents of 1 by now
+    assert copies.sources() == {1, 3}
+    copies.forget([4])
+    assert copies.sources() == {1}
+    copies.drain([])
+    assert copies.sources() == set()

@@ -37,7 +37,7 @@ from engine_watch import (  # type: ignore[import-not-found]
 from pool_truth import faults_of_the_pool  # type: ignore[import-not-found]
 
 from engine_shim.adapters.hooks import is_hooked
-from engine_shim.adapters.vllm import block_copies, contents, placement, relocator
+from engine_shim.adapters.vllm import block_copies, contents, placement, relocator, worker_moves
 from engine_shim.adapters.vllm.allocation import relocation_refusal
 from engine_shim.control.messages import RelocationRequest, StatusRequest
 
@@ -204,7 +204,37 @@ def restored() -> dict[str, Any]:
             reports[setting] = served(setting, requests, blocks=150, max_num_batched_tokens=4096,
                                       kv_transfer_config=transfer)  # fmt: skip
         reports[setting] |= {"layers_restored": len(compared), "layers_equal": sum(compared)}
+
+    def scribbled() -> Any:
+        shutil.rmtree(saved_prompts, ignore_errors=True)
+        return served("relocating", requests, prepare=filled_at_once, blocks=150, max_num_batched_tokens=4096,
+                      kv_transfer_config=transfer)  # fmt: skip
+
+    reports["filled at once"] = scribbled()
+
+    def careless(self: Any, hook: Any) -> Any:
+        return lambda *args, **kwargs: hook.inner(*args, **kwargs)
+
+    with replaced(relocator.Relocator, "_around_loading", careless):
+        reports["filled at once, without care"] = scribbled()
     return reports
+
+
+def filled_at_once(watch: Watch) -> None:
+    """The hastiest of connectors: something is in the blocks that it is to fill as soon as they have been handed out,
+    long before the copies of the step are made."""
+    runner = watch.engine.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    for manager in watch.scheduler.kv_cache_manager.coordinator.single_type_managers:
+        stock = manager.allocate_external_computed_blocks
+
+        def allocate(name: str, *args: Any, manager: Any = manager, stock: Any = stock, **kwargs: Any) -> None:
+            before = len(manager.req_to_blocks[name])
+            stock(name, *args, **kwargs)
+            handed_out = [block.block_id for block in manager.req_to_blocks[name][before:]]
+            for rows in worker_moves._rows(runner):
+                rows[handed_out] = 9.0
+
+        manager.allocate_external_computed_blocks = allocate
 
 
 def copied_twice() -> dict[str, Any]:

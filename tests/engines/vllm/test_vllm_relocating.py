@@ -168,6 +168,15 @@ def test_a_connector_that_saves_and_loads_finds_what_it_saved(relocating: Report
     assert ours["copies"] > 100
     assert ours["layers_restored"] == ours["layers_equal"] == stock["layers_restored"]
     assert ours["layers_restored"] >= 100
+    assert ours["fragmentation_p50"] < stock["fragmentation_p50"]
+    assert ours["runs_per_prompt"] < stock["runs_per_prompt"]
+
+
+def test_a_connector_may_fill_blocks_before_the_copies_of_their_step_are_made(relocating: Report) -> None:
+    reports = relocating["restored"]
+    assert same(reports["stock"], reports["filled at once"]) == []
+    assert reports["filled at once"]["copies"] > 100
+    assert reports["filled at once, without care"]["tokens"] != reports["stock"]["tokens"]
 
 
 @pytest.mark.parametrize("variant", ["relocating", "moving"])
