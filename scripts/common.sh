@@ -114,6 +114,10 @@ pip_settings() {
 # Needs root.
 bare_root() {
     source=$(apt_source)
+    if [ -z "$source" ]; then # without package lists, as on a fresh system, apt tells no source either
+        update_package_lists || return 1
+        source=$(apt_source)
+    fi
     mirror=${FRESH_MIRROR:-${source% *}}
     suite=${FRESH_SUITE:-${source#* }}
     [ -n "$mirror" ] && [ -n "$suite" ] || fail 2 "apt names no source of packages: set FRESH_MIRROR and FRESH_SUITE"
