@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agent.history import METRICS
+from agent.recording.chunks import ChunkFile, ChunkKind, ChunkWriter
+from agent.recording.contents import decode_events, encode_events
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPPING_ENGINE = Path(__file__).with_name("stepping_engine.py")
@@ -126,6 +129,21 @@ def without(value: Any, names: set[str], endings: tuple[str, ...] = ()) -> Any:
     if isinstance(value, list | tuple):
         return [without(one, names, endings) for one in value]
     return value
+
+
+def rewrite(source: Path, target: Path, change: Callable[[int, np.ndarray], np.ndarray]) -> None:
+    """Copy a recording with its events changed: `change` gets the number of the chunk of events and its rows."""
+    chunks, writer = ChunkFile(source), ChunkWriter(target)
+    number = 0
+    for place in chunks.places():
+        payload = chunks.read(place)
+        if place.kind == ChunkKind.EVENTS:
+            first, rows = decode_events(payload)
+            payload = encode_events(first, change(number, rows))
+            number += 1
+        writer.append(ChunkKind(place.kind), place.time_ns, payload)
+    writer.finish()
+    chunks.close()
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:

@@ -22,8 +22,7 @@ from agent.config import AgentSettings
 from agent.exporter import Exporter
 from agent.history import MemoryHistory
 from agent.history.keeper import HistoryKeeper
-from agent.recording.chunks import ChunkFile, ChunkKind, ChunkWriter, RecordingError
-from agent.recording.contents import decode_events, encode_events
+from agent.recording.chunks import ChunkKind, ChunkWriter, RecordingError
 from agent.recording.player import Player
 from agent.recording.reading import Recording
 from agent.recording.recorder import Recorder
@@ -44,6 +43,7 @@ from tests.agent.recording.support import (
     differences,
     further_questions,
     questions,
+    rewrite,
     without,
 )
 
@@ -218,21 +218,6 @@ def test_the_traffic_that_is_compared_has_everything_in_it(recorded: Recorded) -
     assert frame[0] == 200
     assert frame[1]["previous_unix"] is not None
     assert any(one.by_path["/v1/alerts"][1]["open"] for one in instants)
-
-
-def rewrite(source: Path, target: Path, change: Callable[[int, np.ndarray], np.ndarray]) -> None:
-    """Copy a recording with its events changed: `change` gets the number of the chunk of events and its rows."""
-    chunks, writer = ChunkFile(source), ChunkWriter(target)
-    number = 0
-    for place in chunks.places():
-        payload = chunks.read(place)
-        if place.kind == ChunkKind.EVENTS:
-            first, rows = decode_events(payload)
-            payload = encode_events(first, change(number, rows))
-            number += 1
-        writer.append(ChunkKind(place.kind), place.time_ns, payload)
-    writer.finish()
-    chunks.close()
 
 
 def test_a_recording_that_lacks_one_event_is_not_taken_for_whole(recorded: Recorded, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from tests.agent.recording.support import (
     differences,
     further_questions,
     questions,
+    rewrite,
     without,
 )
 
@@ -147,6 +148,57 @@ def test_where_it_goes_and_how_fast_can_be_changed(
         assert beyond["position_unix"] == pytest.approx(recording.start_ns / 1e9, abs=1e-3)
 
 
+@pytest.fixture
+def damaged(made: tuple[Path, str], tmp_path: Path) -> Iterator[Recording]:
+    """A recording that lacks an event after its fourth sample."""
+    rewrite(made[0], tmp_path / "damaged.kvrec", lambda number, rows: rows[:-1] if number == 3 else rows)
+    opened = Recording(tmp_path / "damaged.kvrec")
+    yield opened
+    opened.close()
+
+
+def test_a_replay_stops_where_the_recording_is_damaged_and_says_so(
+    made: tuple[Path, str], damaged: Recording, wait_until: Callable[..., Any]
+) -> None:
+    player = Player(damaged, AgentSettings(), WriteGuard(None, True), speed=1000.0)
+    try:
+        with TestClient(player, client=("127.0.0.1", 1)) as client:
+            player.start()
+            wait_until(lambda: player.status().fault, within=PATIENCE_SECONDS)
+            status = client.get("/v1/replay").json()
+            assert "not whole" in status["fault"]
+            assert status["paused"]
+            assert steps_of(client, made[1]) == 15 * 3
+            beyond = client.post("/v1/replay", json={"position_unix": damaged.end_ns / 1e9})
+            assert (beyond.status_code, beyond.json()["error"]) == (409, "unreadable")
+            assert steps_of(client, made[1]) == 15 * 3
+            back = client.post("/v1/replay", json={"position_unix": damaged.sample_times_ns[1] / 1e9 + 1e-3}).json()
+            assert back["fault"] == ""
+            assert steps_of(client, made[1]) == 15
+    finally:
+        player.stop()
+
+
+def test_frames_of_a_replay_end_at_its_place(
+    made: tuple[Path, str], recording: Recording, play: Callable[..., Player]
+) -> None:
+    player = play(paused=True)
+    times = [time_ns / 1e9 for time_ns in recording.sample_times_ns]
+    of = f"/v1/engines/{made[1]}/frames"
+    with TestClient(player) as client:
+        player.go(position_ns=recording.sample_times_ns[4])
+        listed = client.get(f"{of}/times?from={times[0] - 1}&to={times[-1] + 1}").json()
+        assert listed["times_unix"] == pytest.approx(times[:5], abs=1e-3)
+        frame = client.get(f"{of}?at={times[2] + 0.5}&cells=10").json()
+        assert frame["time_unix"] == pytest.approx(times[2], abs=1e-3)
+        assert (frame["previous_unix"], frame["next_unix"]) == pytest.approx((times[1], times[3]), abs=1e-3)
+        newest = client.get(f"{of}?at={times[-1] + 9}").json()
+        assert newest["time_unix"] == pytest.approx(times[4], abs=1e-3)
+        assert newest["next_unix"] is None
+        before = client.get(f"{of}?at={times[0] - 1}")
+        assert before.status_code == 404
+
+
 def test_who_may_not_change_things_may_not_change_the_place(play: Callable[..., Player]) -> None:
     with TestClient(play("secret", paused=True)) as client:
         assert client.post("/v1/replay", json={"paused": False}).status_code == 401
@@ -202,7 +254,9 @@ def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers
                 more = more or further_questions(ask, engine.id)
                 paths = [*questions(engine.id, BLOCKS, place / 1e9), *more]
                 live.append((place, ask_all(ask, paths, place / 1e9)))
-        engine.close()
+            engine.close()
+            wait_until(lambda: ask(f"/v1/engines/{engine.id}")[1]["state"] == "gone", within=PATIENCE_SECONDS)
+            ended = ask(f"/v1/engines/{engine.id}")
         assert recorder.wait(PATIENCE_SECONDS) == 0
     finally:
         if recorder.poll() is None:
@@ -232,6 +286,10 @@ def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers
                         assert differences(without(answer, left_out, AGES), without(replayed, left_out, AGES)) == [], (
                             path
                         )
+            http.post("/v1/replay", json={"position_unix": 9e9}).raise_for_status()
+            replayed = ask_replay(f"/v1/engines/{engine.id}")
+            assert replayed[1]["reason"] == "the engine ended in good order"
+            assert differences(without(ended, left_out, AGES), without(replayed, left_out, AGES)) == []
         with AgentClient(url, timeout_seconds=PATIENCE_SECONDS) as client:
             status = client.engines().agent.replay
             assert status is not None
