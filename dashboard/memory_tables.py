@@ -29,7 +29,7 @@ def devices_html(found: DeviceList, theme: Theme) -> str:
     age = "not read yet" if found.age_seconds is None else f"read {duration(found.age_seconds)} ago"
     driver = f"driver {found.driver_version}" if found.driver_version else ""
     number = f"{len(found.devices)} of {found.expected_devices} devices" if found.expected_devices is not None else ""
-    said = [f"NVML: {found.nvml}", found.nvml_reason, driver, number, age]
+    said = [f"NVML: {found.nvml}", found.nvml_reason if found.devices else "", driver, number, age]
     lines = heading_html("Devices", " · ".join(part for part in said if part))
     if not found.devices:
         why = found.nvml_reason or f"NVML is {found.nvml}"

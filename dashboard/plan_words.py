@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -96,15 +96,16 @@ def plan_html(found: PlanAnswer, theme: Theme) -> str:
     return body + heading_html("Arithmetic") + f'<ol class="kv-sums">{sums}</ol>' + notes
 
 
-def advice_html(advice: Sequence[Mapping[str, Any]] | None, together: Mapping[str, Any] | None) -> str:
+def advice_html(found: PlanAnswer) -> str:
     """What to change, best first, and what is ruled out."""
+    advice, together = found.advice, found.advice_together
     if advice is None:
         return ""
     head = heading_html("What to change", "best first; each gain is the difference of two plans")
     if together is not None:
         changes = ", ".join(map(str, together.get("changes", ())))
         head += note_html(f"Together: {changes}. {together.get('verdict', '')}")
-    return head + _options(advice, _planned_gain)
+    return head + _options(advice, lambda one: _planned_gain(one, fits_already=found.fits is True))
 
 
 def live_html(found: LiveAdvice) -> str:
@@ -159,7 +160,7 @@ def _memory(memory: Mapping[str, Any] | None, theme: Theme) -> str:
     return f'<div class="kv-holds">{bar}</div><table class="kv-table kv-states">{head}{rows}{last}</table>{budgeted}'
 
 
-def _options(options: Sequence[Mapping[str, Any]], gain: Any) -> str:
+def _options(options: Sequence[Mapping[str, Any]], gain: Callable[[Mapping[str, Any]], str]) -> str:
     possible = [one for one in options if one.get("possible")]
     out = [one for one in options if not one.get("possible")]
     rows = "".join(_option(number, one, gain(one)) for number, one in enumerate(possible, start=1))
@@ -183,13 +184,19 @@ def _option(number: int, one: Mapping[str, Any], brings: str) -> str:
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _planned_gain(one: Mapping[str, Any]) -> str:
+def _planned_gain(one: Mapping[str, Any], *, fits_already: bool) -> str:
     gain: Mapping[str, Any] = one.get("gain") or {}
     parts = [
         f"{gain['sequences']:+,} sequences" if gain.get("sequences") else "",
         f"{gain['tokens']:+,} tokens" if gain.get("tokens") else "",
         f"{gain['gpus']:+,} GPUs" if gain.get("gpus") else "",
-        "" if one.get("fits") is None else "fits then" if one["fits"] else "does not fit yet",
+        ""
+        if one.get("fits") is None
+        else "does not fit yet"
+        if not one["fits"]
+        else ""
+        if fits_already
+        else "fits then",
     ]
     return ", ".join(part for part in parts if part)
 

@@ -47,7 +47,7 @@ def _planner(context: Context, choices: PlanChoices, needs_token: bool) -> None:
             if found is not None:
                 st.html(plan_words.plan_html(found, context.theme))
         if found is not None:
-            st.html(plan_words.advice_html(found.advice, found.advice_together))
+            st.html(plan_words.advice_html(found))
 
 
 def _form(choices: PlanChoices) -> Form | None:
