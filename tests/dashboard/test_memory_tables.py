@@ -27,12 +27,8 @@ BAD = "<b>x</b>"
 
 
 def device(**changes: Any) -> Device:
-    rows: list[tuple[RowWord, int, str]] = [
-        ("kv_pool", 40, "vllm-7"),
-        ("engine_other", 20, "vllm-7"),
-        ("other_processes", 6, ""),
-        ("reserved", 1, ""),
-    ]
+    rows: list[tuple[RowWord, int, str]] = [("kv_pool", 40, "vllm-7"), ("engine_other", 20, "vllm-7")]
+    rows += [("other_processes", 6, ""), ("reserved", 1, "")]
     rows += [("unattributed", 3, ""), ("free", 10, "")]
     fields: dict[str, Any] = {
         "gpu": "GPU-1",
