@@ -228,6 +228,18 @@ def test_a_bucket_fills_again_up_to_its_size(burst: int) -> None:
 # The real agent
 
 
+def test_no_route_of_the_agent_is_forgotten(start_agent: Any) -> None:
+    """Each one that its own description lists with another method than GET is refused without a token."""
+    agent = start_agent(environment={"KVATLAS_TOKEN": TOKEN})
+    with httpx.Client(base_url=agent.url, timeout=60) as client:
+        paths = client.get("/openapi.json").json()["paths"]
+        listed = [(method.upper(), path) for path, methods in paths.items() for method in methods if method != "get"]
+        assert {path for _, path in listed} >= {"/v1/mutes", "/v1/plan", "/v1/engines/{id}/compaction"}
+        # Fewer than are let in at once: the ones after those are refused too, as limited.
+        statuses = {(method, path): client.request(method, path).status_code for method, path in listed[:9]}
+    assert set(statuses.values()) == {401}
+
+
 def test_a_real_agent_keeps_its_token_to_itself(start_agent: Any, folder: Path, tmp_path: Path) -> None:
     """In its log, its audit log, its answers and its metrics, whatever is tried."""
     audit = tmp_path / "audit.jsonl"
