@@ -10,6 +10,8 @@ from agent.devices.model import DeviceProcess, DeviceSample, DeviceView, EngineH
 from agent.devices.processes import LocalProcess, ProcessTable
 from agent.sampling.model import AgentView, rank_name
 
+TIER_SUFFIX = "-sectors"  # of a pool that shows the memory of another one again, in larger pieces
+
 
 def engines_of(view: AgentView) -> tuple[EngineHere, ...]:
     """The processes that hold pools now; pools of one process are one. Those that ended hold nothing any more."""
@@ -19,7 +21,8 @@ def engines_of(view: AgentView) -> tuple[EngineHere, ...]:
             continue
         identity = sample.identity
         key = (identity.engine_id, rank_name(identity), identity.pid, identity.pid_start_ticks)
-        size = 0 if sample.snapshot.flags.sleeping else identity.total_blocks * identity.block_bytes
+        counts = not (sample.snapshot.flags.sleeping or identity.pool.endswith(TIER_SUFFIX))
+        size = identity.total_blocks * identity.block_bytes if counts else 0
         engine = found.get(key) or EngineHere(*key, identity.gpu_uuids, identity.medium, 0)
         found[key] = replace(
             engine,
