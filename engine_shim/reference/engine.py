@@ -151,6 +151,7 @@ class Engine:
         self._control: ControlServer | None = None
         self._started = self._clock.now()
         self._served = self._rejected = self._steps = 0
+        self._computed = False  # in the last step: else nobody waits for the next one
         self._computed_tokens = self._output_tokens = 0
         self._verified_tokens = self._mismatched = 0
         self._branches: dict[str, int] = {}  # samples of a request that are still to finish
@@ -181,8 +182,9 @@ class Engine:
         self._collect_transfers()
         self.desk.serve()
         self.size.step()
-        self.compaction.step(idle=not self.scheduler.has_work)
+        self.compaction.step(idle=not self._computed)
         batch = self.scheduler.schedule()
+        self._computed = bool(batch)
         if batch:
             self._take(_written(batch, self.pool.block_tokens))
             self._advance(batch, self.runner.run(batch))
@@ -190,7 +192,7 @@ class Engine:
             if self._verify_every and self._steps % self._verify_every == 0:
                 self._verify_some()
         self._observer.step_ended(len(self.scheduler.running), len(self.scheduler.waiting))
-        return bool(batch)
+        return self._computed
 
     def serve(
         self,

@@ -504,8 +504,23 @@ def test_the_kill_switch_works_in_mid_run(make_engine: EngineMaker) -> None:
     assert engine.verify_all() == []
 
 
-def test_an_idle_engine_compacts_without_waiting(make_engine: EngineMaker) -> None:
-    engine = scattered(make_engine(blocks=BLOCKS))
+def test_runs_rest_while_there_is_work(make_engine: EngineMaker) -> None:
+    engine = scattered(make_engine(blocks=BLOCKS, moving_time_share=1e-9))
+    engine.compaction.start(RunSettings(target=0.0, max_chunk_moves=1))
+    while not engine.compaction.rested:  # looks, plans, moves a block: it is owed for longer than this test takes
+        assert engine.step()
+    moved = engine.cache.copied_blocks
+    assert moved > 0
+    for _ in range(5):
+        assert engine.step()
+        assert engine.compaction.rested
+    assert engine.cache.copied_blocks == moved
+    assert engine.compaction.active
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-9])
+def test_an_idle_engine_compacts_without_waiting(share: float, make_engine: EngineMaker) -> None:
+    engine = scattered(make_engine(blocks=BLOCKS, moving_time_share=share))
     kept, engine.scheduler.running = engine.scheduler.running, []
     mover_tables = engine.compaction.mover._tables  # type: ignore[attr-defined]
     mover_tables._sequences = lambda: kept
