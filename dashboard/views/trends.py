@@ -51,8 +51,6 @@ def _trends(engine: EngineSummary, agent: AgentStatus, context: Context) -> None
     with right:
         st.html(widgets.heading_html("Who holds it"))
         _holders(engine, context)
-    if engine.state != "gone":
-        _lives(engine, context)
 
 
 def _history(engine: EngineSummary, agent: AgentStatus, seconds: float, context: Context) -> None:
@@ -87,16 +85,21 @@ def _holders(engine: EngineSummary, context: Context) -> None:
         st.rerun()  # the map follows at once
 
 
-def _lives(engine: EngineSummary, context: Context) -> None:
-    """How long blocks live and how full pages are."""
-    profile = ask(lambda: context.client.profile(engine.id))
-    if profile is None:
-        return
-    parts = (
-        durations_html("Residency", "From allocation until free or cached.", profile.lifetime),
-        durations_html("Idle before eviction", "Of cached blocks that were evicted.", profile.idle_before_evict),
-        durations_html("Reuse gap", "Of cached blocks that a prefix hit took into use.", profile.reuse_gap),
-        pages_html(profile.pages),
-    )
-    for column, part in zip(st.columns(len(parts), gap="medium"), parts, strict=True):
-        column.html(f'<div class="kv-lives">{part}</div>')
+def show_lives(context: Context) -> None:
+    """One refresh of how long blocks live and how full pages are."""
+    with timed("lives"):
+        pool = context.pool
+        listing = ask(context.client.engines) if pool else None
+        engine = next((each for each in listing.engines if each.id == pool), None) if listing else None
+        profile = ask(lambda: context.client.profile(engine.id)) if engine and engine.state != "gone" else None
+        if profile is None:
+            return
+        parts = (
+            durations_html("Residency", "From allocation until free or cached.", profile.lifetime),
+            durations_html("Idle before eviction", "Of cached blocks that were evicted.", profile.idle_before_evict),
+            durations_html("Reuse gap", "Of cached blocks that a prefix hit took into use.", profile.reuse_gap),
+            pages_html(profile.pages),
+        )
+        with st.container(key="lives"):
+            for column, part in zip(st.columns(len(parts), gap="medium"), parts, strict=True):
+                column.html(f'<div class="kv-lives">{part}</div>')

@@ -129,6 +129,16 @@ def test_map_and_blocks_agree(world: World) -> None:
     assert cells.sequence == page.sequence
 
 
+def test_where_a_request_s_blocks_are_and_how_blocks_live(world: World) -> None:
+    url = f"/v1/engines/{ID}/map?cells=4"
+    assert world.client.get(url).json()["requested"] is None
+    assert world.client.get(f"{url}&request=request-5").json()["requested"] == [1, 2, 0, 0]
+    profile = parse_strictly(world.client.get(f"/v1/engines/{ID}/profile?page_bytes=1").text)
+    assert profile["schema"] == "kvatlas.profile/v1"
+    assert (profile["pages"]["pages"], profile["pages"]["free_pages"]) == (8, 2)
+    error_of(world.client.get(f"/v1/engines/{ID}/profile?page_bytes=0"), 400)
+
+
 def test_requests(world: World) -> None:
     page = wire.RequestPage.model_validate_json(world.client.get(f"/v1/engines/{ID}/requests").content)
     assert [one.request_id for one in page.requests] == ["request-5"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +52,29 @@ def test_a_card_leads_to_its_pool(world: dict[str, Any], window: Callable[..., A
     expect(page.locator(".kv-identity")).to_contain_text("9,000 blocks")
     page.wait_for_url(lambda url: f"pool={second.id}" in url and "agent=2" in url and "view=" not in url)
     expect(page.locator(".st-key-banners [data-testid=stAlert]")).to_have_count(0)
+
+
+def test_a_picture_of_the_fleet(
+    world: dict[str, Any],
+    window: Callable[..., Any],
+    eventually: Callable[..., Any],
+    tmp_path: Path,
+    repository_root: Path,
+) -> None:
+    """With KVATLAS_UPDATE_SCREENSHOTS=1 it is the one in docs, once the lines have some minutes."""
+    update = os.environ.get("KVATLAS_UPDATE_SCREENSHOTS") == "1"
+    opened = window(world["dashboard"], viewport={"width": 1280, "height": 400})
+    page = opened.open(view="fleet")
+    expect(page.locator(".kv-card")).to_have_count(4)
+    if update:
+        for pool in world["pools"]:
+            pool.send("run")
+        lines = "[...document.querySelectorAll('.kv-spark polyline')].map(one => one.points.length)"
+        eventually(lambda: min(page.evaluate(lines), default=0) > 12, "lines have some minutes", 600)
+        for pool in world["pools"]:
+            pool.send("hold")
+    folder = repository_root / "docs" / "images" if update else tmp_path
+    page.screenshot(path=folder / "dashboard-fleet.png")
 
 
 def test_the_filter_is_in_the_address(world: dict[str, Any], window: Callable[..., Any]) -> None:

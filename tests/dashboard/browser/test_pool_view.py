@@ -127,7 +127,7 @@ def test_how_blocks_live_is_the_agent_s_word(
     profile = client.profile(world["pool"].id)
     assert profile.lifetime is not None
     assert profile.pages is not None
-    parts = page.locator(".st-key-lower .kv-lives")
+    parts = page.locator(".st-key-lives .kv-lives")
     expect(parts.nth(0)).to_contain_text(f"Residency{sum(profile.lifetime.counts):,} blocks")
     expect(parts.nth(3)).to_contain_text(f"{profile.pages.pages:,} of 2.00 MiB")
     expect(parts.nth(3)).to_contain_text(f"{profile.pages.free_pages:,} (")
