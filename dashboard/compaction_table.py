@@ -11,7 +11,7 @@ from typing import Any
 from agent.wire import AuditRecord, CompactionFigures, CompactionPlan, CompactionRun, CompactionState
 from dashboard.past import moment
 from dashboard.widgets import Tile, note_html
-from dashboard.wording import NOT_KNOWN, count, duration, rate, size
+from dashboard.wording import NOT_KNOWN, count, duration, rate, shortened, size
 
 VERDICTS_SHOWN = 12
 RUNS_SHOWN = 10
@@ -51,7 +51,7 @@ def tiles_of(state: CompactionState) -> list[Tile]:
     above = state.fragmentation_rate is not None and state.fragmentation_rate > state.enter
     back_off = f"{count(state.undone_runs)} in a row did not last" if state.undone_runs else "no run was undone"
     if state.settled:
-        back_off = "settled: the policy expects no more of it"
+        back_off = "settled: no more is expected"
     return [
         Tile(
             "Fragmentation F",
@@ -63,7 +63,7 @@ def tiles_of(state: CompactionState) -> list[Tile]:
         Tile(
             "Acts by itself",
             "yes" if state.automatic else "no",
-            state.automatic_reason or "this agent may",
+            "this agent may" if state.automatic else "why is said below",
             "Whether the agent's policy may act here: the setting compaction, and the kill switch.",
         ),
         Tile(
@@ -78,10 +78,10 @@ def tiles_of(state: CompactionState) -> list[Tile]:
         Tile(
             "Budget left",
             size(budget.left_bytes),
-            f"of one plan, {size(budget.allowance_bytes)}, and {budget.written_share:.0%} of what is written"
+            f"of {size(budget.allowance_bytes)} and {budget.written_share:.0%} of writes"
             if budget.allowance_bytes is not None
             else "not known before the first plan",
-            "What moves of live blocks may still cost the policy. Runs that people ask for count, unlimited.",
+            "What live moves may still cost the policy: one full plan, and a share of the KV bytes written.",
         ),
         Tile(
             "Moved so far",
@@ -92,16 +92,30 @@ def tiles_of(state: CompactionState) -> list[Tile]:
         Tile(
             "Consumers",
             count(len(state.consumers)) if state.consumers else "none known",
-            ", ".join(state.consumers) or ("one is required" if state.require_consumer else "none is required"),
+            _few(state.consumers) or ("one is required" if state.require_consumer else "none is required"),
             "Who profits from contiguous blocks: transfer, offload, elastic memory. Without, a lower F buys nothing.",
         ),
         Tile(
             "Engine",
             _switch(engine.moving, "moves", "moves off"),
-            f"relocation {_switch(engine.relocation, 'on', 'off', 'not offered')} · {engine.reason or engine.policy}",
+            f"relocation {_switch(engine.relocation, 'on', 'off', 'not offered')}",
             "What the engine said when it was last asked: live moves, and relocating allocation.",
         ),
     ]
+
+
+def notes_of(state: CompactionState) -> list[str]:
+    """Reasons that are too long for a tile."""
+    notes = []
+    if not state.automatic:
+        notes.append(f"The policy does not act here: {state.automatic_reason}.")
+    if state.relocation_held:
+        notes.append(f"The policy leaves relocation off: {state.relocation_held}.")
+    if state.engine.reason:
+        notes.append(f"The engine says: {state.engine.reason}.")
+    if state.undone_reason:
+        notes.append(f"The last run did not last: {state.undone_reason}.")
+    return notes
 
 
 def verdict_html(state: CompactionState) -> str:
@@ -274,6 +288,11 @@ def _run_of(entry: AuditRecord) -> Run:
 
 def _beside(predicted: str, realised: str) -> str:
     return f'<span title="predicted">{predicted}</span> → <span title="realised">{realised}</span>'
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(shortened(name, 18) for name in names[:2]) + more
 
 
 def _milliseconds(seconds: float | None) -> str:

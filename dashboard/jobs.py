@@ -22,6 +22,7 @@ class Job(Generic[Answer]):
     began: float = field(default_factory=time.monotonic)
     answer: Answer | None = None
     error: AgentRefused | AgentUnavailable | None = None
+    taken_in: bool = False  # the page has seen its end
     done: threading.Event = field(default_factory=threading.Event)
 
     @property

@@ -13,7 +13,7 @@ from agent.client import AgentClient, AgentRefused
 from dashboard import compaction_table, conditions, exports, jobs, operator_token, widgets
 from dashboard.context import Context, ask, show_condition
 from dashboard.local_page import goes_without_token
-from dashboard.source import SLOW_REFRESH_SECONDS, source, timed
+from dashboard.source import REFRESH_SECONDS, SLOW_REFRESH_SECONDS, source, timed
 from dashboard.wording import duration
 
 ENTRIES = 300
@@ -29,7 +29,9 @@ def show(context: Context) -> None:
     """The state, refreshed; the actions, which keep what is typed in; and what was done, refreshed."""
     if context.pool is None:
         return
-    st.fragment(_state, run_every=context.every(SLOW_REFRESH_SECONDS))(context, context.pool)
+    # What was asked for is followed to its end, paused or not.
+    seconds = REFRESH_SECONDS if _busy() else context.every(SLOW_REFRESH_SECONDS)
+    st.fragment(_state, run_every=seconds)(context, context.pool)
     st.fragment(_actions)(context, context.pool)
     st.fragment(_past, run_every=context.every(SLOW_REFRESH_SECONDS))(context, context.pool)
 
@@ -40,8 +42,8 @@ def _state(context: Context, pool: str) -> None:
         if state is None:
             return
         st.html(compaction_table.verdict_html(state) + widgets.tiles_html(compaction_table.tiles_of(state)))
-        if state.relocation_held:
-            st.html(widgets.note_html(f"The policy leaves relocation off: {state.relocation_held}."))
+        for note in compaction_table.notes_of(state):
+            st.html(widgets.note_html(note))
         _job(pool)
         st.html(
             widgets.heading_html("Decisions", "one row for each change of the reason, newest first")
@@ -75,11 +77,14 @@ def _job(pool: str) -> None:
         return
     if not job.done.is_set():
         st.info(f"{job.what}: asked for {duration(job.seconds)} ago, and under way.")
-    elif job.error is not None:
+        return
+    if not job.taken_in:
+        job.taken_in = True
+        if isinstance(job.error, AgentRefused) and job.error.status == 401:
+            operator_token.forget()
+        st.rerun()  # the actions, which do not refresh by themselves, may be used again
+    if job.error is not None:
         if isinstance(job.error, AgentRefused):
-            if job.error.status == 401 and operator_token.token() is not None:
-                operator_token.forget()
-                st.rerun()  # the actions ask for another one
             show_condition(conditions.refused(job.error))
         else:
             what = f"Whether that was done is not known: {source().reason(job.error)}"
@@ -90,6 +95,11 @@ def _job(pool: str) -> None:
         st.success(f"Moves of live blocks are {'on' if job.answer.moving else 'off'} in the engine.")
     elif isinstance(job.answer, wire.RelocationSwitch):
         st.success(f"Relocating allocation is {'on' if job.answer.relocation else 'off'} in the engine.")
+
+
+def _busy() -> bool:
+    job: jobs.Job[Any] | None = st.session_state.get(_JOB)
+    return job is not None and not job.done.is_set()
 
 
 def _start(context: Context, pool: str, what: str, call: Callable[[AgentClient], Any]) -> None:
@@ -137,8 +147,7 @@ def _preview(context: Context, pool: str) -> None:
 
 
 def _switches(context: Context, pool: str) -> None:
-    job: jobs.Job[Any] | None = st.session_state.get(_JOB)
-    busy = job is not None and not job.done.is_set()
+    busy = _busy()
     engine = ask(lambda: context.client.compaction(pool))
     if engine is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -176,6 +177,15 @@ class Stage:
         name = f"{engine_id}.dp0.tp0.pp0.kv"
         self._await(process, (self.folder / f"{name}.kvmap").exists, "the engine has made its map")
         return name
+
+    def mover(self, engine_id: str, **options: Any) -> PoolProcess:
+        """A pool whose blocks can be moved and relocated; it serves at once. See tests/agent/pool_engine.py."""
+        given = {"folder": str(self.folder), "engine_id": engine_id, "blocks": 2048, **options}
+        script = HERE.parent / "agent" / "pool_engine.py"
+        process = self._start([str(script), json.dumps(given)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["path"]
+        return PoolProcess(self.folder, engine_id, process)
 
     def agent(self, port: int | None = None, **settings: str) -> tuple[str, subprocess.Popen[str]]:
         """Address and process of an agent that watches the folder."""

@@ -94,9 +94,13 @@ def test_the_policy_at_one_look() -> None:
     assert tile(shown, "Back-off") == ("2", "2 in a row did not last")
     assert tile(shown, "Budget left")[0] == "5.00 MiB"
     assert tile(shown, "Consumers") == ("1", "transfer")
-    assert tile(shown, "Engine") == ("moves", "relocation not offered · vllm")
+    assert tile(shown, "Engine") == ("moves", "relocation not offered")
     off = state(automatic=False, automatic_reason="the kill switch was used", consumers=[], require_consumer=True)
-    assert tile(off, "Acts by itself") == ("no", "the kill switch was used")
+    assert tile(off, "Acts by itself") == ("no", "why is said below")
+    assert "The policy does not act here: the kill switch was used." in compaction_table.notes_of(off)
+    assert compaction_table.notes_of(state(undone_reason="")) == []
+    many = state(consumers=["transfer", "offload", "pages", "a shrinking pool"])
+    assert tile(many, "Consumers") == ("4", "transfer, offload and 2 more")
     assert tile(off, "Consumers") == ("none known", "one is required")
     assert tile(state(settled=True), "Back-off")[1].startswith("settled")
 

@@ -108,7 +108,7 @@
     const all = document.querySelectorAll(
       ".stApp :is(button, a[href], input, select, textarea, summary, [role=button], [role=slider], [role=tab])");
     return [...all].filter((node) => {
-      const group = node.closest("[role=radiogroup], [role=group], [role=tablist]");
+      const group = node.closest("[role=radiogroup], [role=group], [role=tablist], [role=toolbar]");
       const nearby = [node, ...node.querySelectorAll("*")];
       if (node.disabled || !shown(node) || node.closest("[aria-hidden=true]")) return false;
       if (group && [...group.querySelectorAll("*")].some((other) => marked.has(other))) return false;
