@@ -235,7 +235,10 @@ def test_an_unknown_metric_is_told_which_there_are_once(world: World) -> None:
 
 
 def test_a_method_that_is_not_there(world: World) -> None:
-    assert error_of(world.client.post("/v1/engines", headers={"Authorization": "Bearer secret"}), 405).error == "method_not_allowed"
+    assert (
+        error_of(world.client.post("/v1/engines", headers={"Authorization": "Bearer secret"}), 405).error
+        == "method_not_allowed"
+    )
 
 
 def test_a_fault_of_ours_has_the_same_shape_and_is_logged_once(
