@@ -182,6 +182,7 @@ def load_settings(
     Raises SettingsError that names the setting, its value, where it came from, and what would be right.
     """
     names = AgentSettings.model_fields
+    _refuse_passwords(flags)
     layers: list[tuple[str, dict[str, Any]]] = []
     if file is not None:
         from_file = _read_file(file)
@@ -214,6 +215,17 @@ def load_settings(
     if settings.token is not None and not settings.token.get_secret_value():
         raise SettingsError("token is empty; give one, or leave it out")
     return settings
+
+
+def _refuse_passwords(flags: Mapping[str, Any]) -> None:
+    """Raises SettingsError, which does not repeat it, for a proxy with a password on the command line."""
+    for name, value in flags.items():
+        if name.endswith("_proxy") and "@" in str(value):
+            raise SettingsError(
+                f"{name} on the command line holds a user or a password, which every user of this host sees in the list"
+                f" of processes; give it in the variable {variable(name)}, or in a file that"
+                f" --{name.replace('_', '-')}-file names"
+            )
 
 
 def has_flag(name: str) -> bool:

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings
 
 TIMEOUT_SECONDS = 10.0
 NO_FLAG: JsonDict = {"flag": False}  # other users of the host see what stands on a command line
-PROXY = "proxy: environment (HTTPS_PROXY and its like), none, or the URL of one"
+PROXY = "proxy: environment (HTTPS_PROXY and its like), none, or the URL of one, on a command line without a password"
 
 
 class AlertSettings(BaseSettings):
@@ -37,6 +37,7 @@ class AlertSettings(BaseSettings):
         default="info", description="least severity that Slack is told of"
     )
     slack_proxy: str = Field(default="environment", description=f"Slack's {PROXY}")
+    slack_proxy_file: Path | None = Field(default=None, description="file that holds the URL of that proxy instead")
     slack_timeout_seconds: float = Field(default=TIMEOUT_SECONDS, gt=0, le=120, description="Slack's time to answer")
 
     alertmanager_url: SecretStr | None = Field(
@@ -44,6 +45,9 @@ class AlertSettings(BaseSettings):
     )
     alertmanager_url_file: Path | None = Field(default=None, description="file that holds that address instead")
     alertmanager_proxy: str = Field(default="environment", description=f"Alertmanager's {PROXY}")
+    alertmanager_proxy_file: Path | None = Field(
+        default=None, description="file that holds the URL of that proxy instead"
+    )
     alertmanager_timeout_seconds: float = Field(
         default=TIMEOUT_SECONDS, gt=0, le=120, description="Alertmanager's time to answer"
     )
@@ -53,6 +57,7 @@ class AlertSettings(BaseSettings):
     )
     webhook_url_file: Path | None = Field(default=None, description="file that holds that URL instead")
     webhook_proxy: str = Field(default="environment", description=f"the webhook's {PROXY}")
+    webhook_proxy_file: Path | None = Field(default=None, description="file that holds the URL of that proxy instead")
     webhook_timeout_seconds: float = Field(
         default=TIMEOUT_SECONDS, gt=0, le=120, description="the webhook's time to answer"
     )

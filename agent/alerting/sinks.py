@@ -45,7 +45,7 @@ def _make(name: str, settings: AlertSettings) -> Sink | None:
             return None
         from alerts.sinks.slack import SlackSink
 
-        proxy = _proxy("slack_proxy", settings.slack_proxy)
+        proxy = _proxy("slack_proxy", settings.slack_proxy, settings.slack_proxy_file)
         return SlackSink(SLACK, url, timeout_seconds=settings.slack_timeout_seconds, proxy=proxy)
     if name == ALERTMANAGER:
         url = _url("alertmanager_url", settings.alertmanager_url, settings.alertmanager_url_file, plain_http=True)
@@ -53,14 +53,14 @@ def _make(name: str, settings: AlertSettings) -> Sink | None:
             return None
         from alerts.sinks.alertmanager import AlertmanagerSink
 
-        proxy = _proxy("alertmanager_proxy", settings.alertmanager_proxy)
+        proxy = _proxy("alertmanager_proxy", settings.alertmanager_proxy, settings.alertmanager_proxy_file)
         return AlertmanagerSink(ALERTMANAGER, url, timeout_seconds=settings.alertmanager_timeout_seconds, proxy=proxy)
     url = _url("webhook_url", settings.webhook_url, settings.webhook_url_file, plain_http=True)
     if url is None:
         return None
     from alerts.sinks.webhook import WebhookSink
 
-    proxy = _proxy("webhook_proxy", settings.webhook_proxy)
+    proxy = _proxy("webhook_proxy", settings.webhook_proxy, settings.webhook_proxy_file)
     return WebhookSink(WEBHOOK, url, timeout_seconds=settings.webhook_timeout_seconds, proxy=proxy)
 
 
@@ -72,9 +72,11 @@ def _url(name: str, value: SecretStr | None, file: Path | None, *, plain_http: b
     return None if value is None else SecretUrl(value.get_secret_value(), what=name, plain_http=plain_http)
 
 
-def _proxy(name: str, value: str) -> Proxy:
+def _proxy(name: str, value: str, file: Path | None) -> Proxy:
     from alerts.sinks.secret_url import SecretUrl
 
+    if file is not None:
+        return SecretUrl.read(what=name, file=file, plain_http=True)
     if value == "environment":
         return "environment"
     return "none" if value == "none" else SecretUrl(value, what=name, plain_http=True)

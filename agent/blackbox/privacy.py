@@ -82,14 +82,14 @@ def known_secrets(settings: AgentSettings) -> tuple[str, ...]:
             found.add(value.get_secret_value())
         elif f"{name}_file" in AgentSettings.model_fields and (path := getattr(settings, f"{name}_file")) is not None:
             try:
-                found.add(path.read_text().strip())
+                text = path.read_text().strip()
             except (OSError, UnicodeDecodeError):
                 continue  # what this user may not read cannot get in either
+            found |= {text, *_passwords(text)}
         elif isinstance(value, str | tuple | list):
             texts = [value] if isinstance(value, str) else [str(one) for one in value]
             for text in texts:
-                # Of USER:PASSWORD the password; who logs in with one word keeps that one secret.
-                found |= {user[2:-1].rpartition(":")[2] for user in _USER.findall(text)}
+                found |= _passwords(text)
     return tuple(sorted((one for one in found if len(one) >= SHORTEST_SECRET), key=len, reverse=True))
 
 
@@ -106,6 +106,11 @@ def tell_audit(entry: Mapping[str, Any]) -> dict[str, Any]:
     if asker.get("address"):
         asker["address"] = hash_id(str(asker["address"]))
     return {**entry, "asker": asker}
+
+
+def _passwords(text: str) -> set[str]:
+    """Of USER:PASSWORD in addresses the password; who logs in with one word keeps that one secret."""
+    return {user[2:-1].rpartition(":")[2] for user in _USER.findall(text)}
 
 
 def _without_user(text: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from agent.alerting.sinks import make_sinks
+from agent.blackbox.privacy import known_secrets, tell_settings
 from agent.config import AgentSettings, load_settings, parse_address, variable
 from engine_shim.errors import SettingsError
 
@@ -161,3 +163,28 @@ def test_a_secret_address_is_not_repeated(name: str) -> None:
     settings = load_settings({}, environment={variable(name): "https://hooks.example/T0/secret"})
     assert "secret" not in repr(settings)
     assert "secret" not in str(settings.model_dump())
+
+
+@pytest.mark.parametrize("who", ["slack", "alertmanager", "webhook"])
+def test_a_proxy_s_password_belongs_not_on_the_command_line(who: str, tmp_path: Path) -> None:
+    name, url = f"{who}_proxy", "http://user:hunter22@proxy.example:3128"
+    with pytest.raises(SettingsError, match=f"{variable(name)}, or in a file that --{who}-proxy-file names") as refused:
+        load_settings({name: url}, environment={})
+    assert "hunter22" not in str(refused.value)
+    assert getattr(load_settings({name: "http://proxy.example:3128"}, environment={}), name).endswith(":3128")
+
+    file = tmp_path / "proxy"
+    file.write_text(url + "\n")
+    receiver = {f"KVATLAS_{who.upper()}_URL": "https://hooks.example/x"}
+    receiver |= {"KVATLAS_SLACK_WEBHOOK_URL": "https://hooks.example/x"} if who == "slack" else {}
+    for given in ({variable(name): url}, {variable(f"{name}_file"): str(file)}):
+        settings = load_settings({}, environment=given | receiver)
+        assert "hunter22" in known_secrets(settings)  # and so in no bundle
+        assert "hunter22" not in str(tell_settings(settings))
+        (sink,) = make_sinks(settings, only=who)
+        assert sink.name == who
+    missing = load_settings({f"{name}_file": tmp_path / "missing"}, environment=receiver)
+    with pytest.raises(SettingsError, match=f"{name}: .*missing cannot be read"):
+        make_sinks(missing, only=who)
+    with pytest.raises(SettingsError, match=f"{name} and {name}_file are both given"):
+        load_settings({}, environment={variable(name): "none", variable(f"{name}_file"): str(file)})
