@@ -20,6 +20,11 @@ from agent.alerting.rule_files import default_rules
 from tests.alerts.slack_receiver import Answer, Receiver
 
 POOL = {"engine_id": "vllm-7", "model": "m", "pool": "kv", "rank": "tp0"}
+PAIRS = {
+    "KVAtlasPoolExhaustionNear": "KVAtlasPoolExhaustion",
+    "KVAtlasHeadroomNearlyGone": "KVAtlasHeadroomBreached",
+    "KVAtlasPreemptionStormSevere": "KVAtlasPreemptionStorm",
+}
 MARKUP = "<!channel> <@U123> <https://evil.example|here> https://evil.example a&b @here"
 
 
@@ -112,6 +117,23 @@ def test_an_engine_that_is_gone_holds_the_pool_s_other_alerts_back(
     wait_until(lambda: alertmanager.held_back() == {target: False})  # the negative control
     alertmanager.post(alert(source))
     wait_until(lambda: alertmanager.held_back() == {target: True, source: False})
+
+
+def test_the_worse_of_two_rules_on_one_number_is_told_alone(run: Callable[..., Alertmanager]) -> None:
+    alertmanager = run()
+    for mild in PAIRS.values():
+        alertmanager.post(alert(mild))
+    wait_until(lambda: alertmanager.held_back() == dict.fromkeys(PAIRS.values(), False))  # the negative control
+    for worse in PAIRS:
+        elsewhere = alert(worse)
+        elsewhere["labels"]["rank"] = "tp1"  # of another pool: it holds nothing back
+        alertmanager.post(elsewhere)
+    wait_until(lambda: set(alertmanager.held_back()) == {*PAIRS, *PAIRS.values()})
+    assert not any(alertmanager.held_back().values())
+    for worse in PAIRS:
+        alertmanager.post(alert(worse))
+    held = dict.fromkeys(PAIRS, False) | dict.fromkeys(PAIRS.values(), True)
+    wait_until(lambda: alertmanager.held_back() == held)
 
 
 def test_every_name_in_the_example_is_that_of_a_rule(repository_root: Path) -> None:
