@@ -207,6 +207,7 @@ def run_agent(settings: AgentSettings) -> None:
         if keeper is not None:
             keeper.stop()
         audit.close()
+        gate.close(SHUTDOWN_SECONDS)
         asked.close()
         if not thread.is_alive():
             sampler.close()

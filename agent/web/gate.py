@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agent import wire
 from agent.compaction.audit import Access, Asker, AuditEntry, AuditLog
 from agent.log import EventLog
-from agent.sampling.crew import Crew
+from agent.web.audit_queue import AuditQueue
 from agent.web.errors import json_response
 from agent.web.security import WriteGuard
 
@@ -28,7 +28,6 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ACTION = "request"  # of an audit entry; what came of a compaction has entries of its own
 OUTCOMES = ("allowed", "unauthorized", "forbidden", "limited")
 MAX_PATH_CHARACTERS = 300
-WRITING = 8  # audit entries that wait for the disk at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +79,10 @@ class Gate:
     ) -> None:
         limits = limits or GateLimits()
         self.guard = guard
-        self._audit, self._clock, self._wall = audit, clock, wall
+        self._clock, self._wall = clock, wall
+        self._audit = AuditQueue(audit) if audit is not None else None
         self._changes = Buckets(limits.changes_burst, limits.changes_per_second, limits.peers, clock)
         self._refusals = Buckets(limits.refusals_burst, limits.refusals_per_second, limits.peers, clock)
-        self._crew = Crew(WRITING)
         self._log = EventLog(logging.getLogger("kvatlas.api"))
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -124,16 +123,24 @@ class Gate:
         """Count what became of a request, and keep the entry on the disk, off this thread."""
         with self._lock:
             self._counts[outcome] += 1
-        audit = self._audit
-        if entry is None or audit is None:
-            return
-
-        def keep() -> None:
-            audit.record(entry)
-
-        if not self._crew.start(keep, "api-audit"):
+        if entry is not None and self._audit is not None and not self._audit.put(entry):
             # The disk hangs. The log is another way out.
-            self._log.event("audit entry not kept", level=logging.WARNING, reason=entry.reason, outcome=entry.outcome)
+            self._log.event(
+                "audit entry not kept",
+                level=logging.WARNING,
+                route=entry.asker.route,
+                address=entry.asker.address,
+                outcome=entry.outcome,
+            )
+
+    def settle(self, timeout_seconds: float) -> bool:
+        """Wait until every entry is on the disk; False where that takes longer."""
+        return self._audit is None or self._audit.wait_empty(timeout_seconds)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Keep what is still to be kept, and take no more."""
+        if self._audit is not None:
+            self._audit.close(timeout_seconds)
 
     def entry(self, scope: Scope, outcome: str, reason: str, seconds: float | None, access: Access) -> AuditEntry:
         """What is told of a request: its method and path, and whose it was."""

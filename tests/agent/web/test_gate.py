@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 from starlette.types import Message, Scope
 
-from agent.compaction.audit import AuditEntry, AuditLog, read_entries
+from agent.compaction.audit import Asker, AuditEntry, AuditLog, read_entries
+from agent.web.audit_queue import AuditQueue
 from agent.web.body_limit import BodyLimit
 from agent.web.errors import add_error_handlers
 from agent.web.gate import ACTION, OUTCOMES, Buckets, Gate, GateLimits, WriteGate, gate_families, peer_of
@@ -64,7 +66,7 @@ class World:
 
     def settled(self) -> list[AuditEntry]:
         """The entries, once all that were handed to the disk are there."""
-        assert self.gate._crew.wait_idle(60)
+        assert self.gate.settle(60)
         return list(read_entries(self.path)) if self.path.exists() else []
 
 
@@ -225,6 +227,36 @@ def test_a_bucket_fills_again_up_to_its_size(burst: int) -> None:
     assert buckets.wait_seconds("a") > 0.0
 
 
+class Held(AuditLog):
+    """A disk that hangs until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.go, self.kept = threading.Event(), list[str]()
+
+    def record(self, entry: AuditEntry) -> bool:
+        assert self.go.wait(60)
+        self.kept.append(entry.outcome)
+        return True
+
+
+def an_entry(outcome: str) -> AuditEntry:
+    who = Asker(route="POST /x", access="token")
+    return AuditEntry(time_unix=0.0, asker=who, action=ACTION, engine="", outcome=outcome, reason="")
+
+
+def test_a_disk_that_hangs_holds_nobody_up_and_loses_nothing_that_was_taken() -> None:
+    held = Held()
+    queue = AuditQueue(held, most=3)
+    taken = [number for number in range(10) if queue.put(an_entry(str(number)))]
+    assert 3 <= len(taken) < 10
+    assert not queue.wait_empty(0.0)
+    held.go.set()
+    assert queue.close(60)
+    assert held.kept == [str(number) for number in taken]
+    assert not queue.put(an_entry("late"))
+
+
 # The real agent
 
 
@@ -240,7 +272,7 @@ def test_no_route_of_the_agent_is_forgotten(start_agent: Any) -> None:
     assert set(statuses.values()) == {401}
 
 
-def test_a_real_agent_keeps_its_token_to_itself(start_agent: Any, folder: Path, tmp_path: Path) -> None:
+def test_a_real_agent_keeps_its_token_to_itself(start_agent: Any, tmp_path: Path, wait_until: Any) -> None:
     """In its log, its audit log, its answers and its metrics, whatever is tried."""
     audit = tmp_path / "audit.jsonl"
     agent = start_agent("--audit-log", str(audit), environment={"KVATLAS_TOKEN": TOKEN})
@@ -256,10 +288,15 @@ def test_a_real_agent_keeps_its_token_to_itself(start_agent: Any, folder: Path, 
     assert {one[:3] for one in said[3:12]} == {"401"}
     assert 'kvatlas_api_changes_total{outcome="unauthorized"}' in "".join(said)
     assert '"action":"request"' not in "".join(said)  # not among what was decided about compaction
+
+    def asked() -> list[dict[str, Any]]:
+        lines = audit.read_text(encoding="utf-8").splitlines() if audit.exists() else []
+        return [one for one in map(json.loads, lines) if one["action"] == ACTION]
+
+    wait_until(lambda: len(asked()) == 12, within=60)
     assert agent.stop() == 0
-    lines = [json.loads(line) for line in audit.read_text(encoding="utf-8").splitlines()]
-    assert {one["outcome"] for one in lines if one["action"] == ACTION} >= {"400", "404", "405", "unauthorized"}
-    assert {one["asker"]["address"] for one in lines if one["action"] == ACTION} == {"127.0.0.1"}
+    assert {one["outcome"] for one in asked()} == {"400", "404", "405", "unauthorized"}
+    assert {one["asker"]["address"] for one in asked()} == {"127.0.0.1"}
     for text in (*said, audit.read_text(encoding="utf-8"), json.dumps(agent.lines)):
         assert TOKEN not in text
 
