@@ -117,7 +117,7 @@ def start() -> Iterator[Any]:
 def doctor(folder: Path, groups: Sequence[int] = (GROUP,), *, pid: bool = False) -> dict[str, dict[str, str]]:
     """What it says as the agent's user, by what was checked."""
     asked = shell(DOCTOR, str(AGENT_USER), ",".join(map(str, groups)), str(folder), pid=pid)
-    out, _ = asked.communicate(timeout=120)
+    out, _ = asked.communicate(timeout=300)
     return {one["check"]: one for one in json.loads(out)["findings"]}
 
 

@@ -34,7 +34,7 @@ from tests.deploy.dockerfile import Builder, Image, parse
 
 GROUP = 10001  # fsGroup
 ENGINE_USER = 2000
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
 PASSED_ON = ("PIP_", "SSL_CERT_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "http", "HTTP", "no_proxy", "NO_PROXY")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 CONFINED = ("--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all", "--no-new-privs")
