@@ -214,6 +214,8 @@ def served(
     with_chunk, without = excess_ms(every, 0)
     cpu_with_chunk, cpu_without = excess_ms(every, 1)
     work = [1000 * step.work for window in every for step in window.steps if step.moving]
+    of_runs = sum(step.work for window in moving_windows for step in window.steps)
+    of_steps = sum(step.seconds[1] for window in moving_windows for step in window.steps)
     result: dict[str, Any] = {
         "geometry": geometry,
         "blocks": blocks,
@@ -236,6 +238,8 @@ def served(
         "work_cpu_max_ms": max(work),
         "boundary_longest_ms": [1000 * report.longest_stall_seconds for report in reports],
         "budget_ms": 1000 * budget,
+        "time_share_bound": time_share,
+        "time_share_cpu": of_runs / of_steps,
         "throughput_ratio": statistics.median(ratios[0]),
         "throughput_cpu_ratio": statistics.median(ratios[1]),
         "throughput_pairs": len(ratios[0]),
@@ -342,6 +346,11 @@ def show_cost(cost: dict[str, Any]) -> None:
             f"bar {BAR_THROUGHPUT}",
         ),
         ("  in CPU time", f"{cost['throughput_cpu_ratio']:.3f}", f"bar {BAR_THROUGHPUT}"),
+        (
+            "share of the windows' CPU time that runs took",
+            f"{cost['time_share_cpu']:.4f}",
+            f"{cost['time_share_bound']}",
+        ),
     )
 
 

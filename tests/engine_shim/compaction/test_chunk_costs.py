@@ -62,3 +62,30 @@ def test_what_was_learnt_in_a_hiccup_is_unlearnt() -> None:
 def test_a_fixed_cost_that_grows_while_a_run_goes_on_is_learnt_anew() -> None:
     done = steps(lambda moves, step: (0.0003 if step < 50 else 0.0015) + 1e-6 * moves, 400)
     assert sum(moves for moves, _ in done[250:]) / 150 > 30
+
+
+def test_one_slow_chunk_is_forgotten_in_a_few_steps() -> None:
+    done = steps(lambda moves, step: (0.0003 + 4e-6 * moves) * (10 if step == 30 else 1))
+    before = done[29][0]
+    assert done[31][0] < 0.7 * before  # it was believed at first
+    assert all(moves > 0.9 * before for moves, _ in done[37:])
+
+
+def test_chunks_that_are_slow_from_now_on_stay_smaller() -> None:
+    done = steps(lambda moves, step: (0.0003 + 4e-6 * moves) * (3 if step >= 30 else 1), 120)
+    assert max(seconds for _, seconds in done[36:]) <= STEP_SECONDS
+
+
+def test_the_last_chunk_of_a_plan_does_not_make_the_next_ones_small() -> None:
+    costs = ChunkCosts()
+
+    def made(count: int) -> None:
+        costs.took(0.0003 + 4e-6 * count, count)
+
+    made(1)
+    for _ in range(20):
+        made(costs.fitting(STEP_SECONDS, True))
+    usual = costs.fitting(STEP_SECONDS, True)
+    assert usual > 100
+    made(3)
+    assert costs.fitting(STEP_SECONDS, True) > 0.9 * usual
