@@ -199,6 +199,20 @@ def test_a_real_prometheus_answers_every_query(prometheus: Prometheus, repositor
             assert prometheus.ask_until_answered(expression)
 
 
+def test_each_query_of_the_autoscaler_gives_one_number(prometheus: Prometheus, repository_root: Path) -> None:
+    """As many replicas as engines, or half as many again."""
+    (scaled,) = render(repository_root / "deploy" / "kubernetes" / "examples" / "keda")
+    wanted = {}
+    for trigger in scaled["spec"]["triggers"]:
+        query = re.sub(r"\{namespace=[^}]*\}", "", trigger["metadata"]["query"])
+        assert query != trigger["metadata"]["query"]
+        (found,) = prometheus.ask_until_answered(query)
+        wanted[trigger["name"]] = float(found["value"][1]) / float(trigger["metadata"]["threshold"])
+    assert 0.0 <= wanted["use"] <= 1.34
+    assert wanted["blocked"] in (1.0, 1.5)
+    assert wanted["exhaustion"] in (1.0, 1.5)
+
+
 def test_the_real_agent_exports_nothing_that_the_reference_does_not_have(
     prometheus: Prometheus, repository_root: Path
 ) -> None:
