@@ -36,7 +36,7 @@ from engine_shim.allocation_map.reader import MapReader
 from tests.agent.recording.support import SteppingEngine
 
 BLOCKS = 64
-MANY = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+MANY = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 Chunk = tuple[int, int, bytes]  # kind, time, payload
 
 
@@ -51,7 +51,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recorder = Recorder(reader, ChunkWriter(folder / "sound.kvrec"), engine.id, 1.0, clock)
     try:
         recorder.begin()
-        for steps in (20, 30, 2000, 30, 10):
+        for steps in (20, 30, 1000, 30, 10):
             engine.step(steps, round(now * 1e9))
             now += 1.0
             recorder.poll()
