@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ def world(
     (folder / "webhook").write_text("http://127.0.0.1:1/nobody")
     others = [rule.name for rule in default_rules() if rule.name not in ("engine-gone", "tail-waste")]
     (folder / "rules.yaml").write_text(f"disable: [{', '.join(others)}]\n")  # so that nothing else fires meanwhile
-    steady = shared_stage.pool("steady", 2500)
+    steady = shared_stage.pool("llama-a", 2500)
     steady.send("churn 40")
     steady.send("run")
-    gone, back = shared_stage.pool("gone", 500), shared_stage.pool("back", 500)
+    gone, back = shared_stage.pool("llama-b", 500), shared_stage.pool("llama-c", 500)
     agent_url, _ = shared_stage.agent(
         interval_seconds="0.2",
         token_file=str(folder / "token"),
@@ -51,8 +52,8 @@ def world(
         pool.process.kill()
         pool.process.wait()
     eventually(lambda: [one.state for one in alerts().open].count("firing") == 2, "both are said to be gone")
-    shared_stage.pool("back", 500)
-    eventually(lambda: [one.labels["engine_id"] for one in alerts().recent] == ["back"], "one of them is over")
+    shared_stage.pool("llama-c", 500)
+    eventually(lambda: [one.labels["engine_id"] for one in alerts().recent] == ["llama-c"], "one of them is over")
     dashboard_url, _ = shared_stage.dashboard(agent_url)
     return {"steady": steady, "agent": agent_url, "dashboard": dashboard_url, "alerts": alerts}
 
@@ -73,11 +74,11 @@ def test_it_says_what_the_api_says(
     card = page.locator(CARDS).filter(has_text=firing.summary)
     expect(card).to_have_count(1)
     facts = facts_of(card)
-    assert facts["where"] == "gone.dp0.tp0.pp0.kv · model example-8b"
+    assert facts["where"] == "llama-b.dp0.tp0.pp0.kv · model example-8b"
     assert facts["how bad"].startswith(firing.value_text)
     assert (facts["what it means"], facts["what to do"]) == (firing.meaning, firing.action)
     expect(card.locator("dd").nth(1)).to_contain_text(" UTC, ")
-    expect(page.get_by_role("link", name="Open gone.dp0.tp0.pp0.kv")).to_be_visible()
+    expect(page.get_by_role("link", name="Open llama-b.dp0.tp0.pp0.kv")).to_be_visible()
     (over,) = found.recent
     row = page.locator(".st-key-view_alerts tr").filter(has_text=over.summary)
     expect(row).to_contain_text(over.reason)
@@ -88,9 +89,11 @@ def test_it_says_what_the_api_says(
     opened.check()
     age = card.locator("dd").nth(1).inner_text()
     expect(card.locator("dd").nth(1)).not_to_have_text(age)  # it has been refreshed, and is whole
-    opened.check_keyboard()
     if scheme == "light":
-        page.screenshot(path=tmp_path / "alerts.png", full_page=True)
+        update = os.environ.get("KVATLAS_UPDATE_SCREENSHOTS") == "1"
+        folder = repository_root / "docs" / "images" if update else tmp_path
+        page.screenshot(path=folder / "dashboard-alerts.png")
+    opened.check_keyboard()
     page.set_viewport_size({"width": 1920, "height": 1080})
     expect(card).to_be_visible()
     opened.check()
@@ -100,7 +103,7 @@ def test_every_view_says_that_an_alert_fires(world: dict[str, Any], window: Call
     opened = window(world["dashboard"])
     page = opened.open(world["steady"].id)
     line = page.locator(".st-key-banners .kv-firing")
-    expect(line).to_contain_text("1 alert fires · critical: Engine gone is gone")
+    expect(line).to_contain_text("1 alert fires · critical: Engine llama-b is gone")
     page.get_by_role("link", name="what to do").click()
     page.locator(CARDS).first.wait_for()
     assert f"pool={world['steady'].id}" in page.url
@@ -125,13 +128,13 @@ def test_mutes_and_test_messages_with_the_token(world: dict[str, Any], window: C
     page.get_by_role("textbox", name="Your name").fill("ann *bold*")
     page.get_by_role("textbox", name="Why").fill("a drill")
     choose(page, "Rule", "tail-waste")
-    choose(page, "Engine", "steady")
+    choose(page, "Engine", "llama-a")
     page.get_by_role("button", name="Mute").click()
     (made,) = wait_for(page, lambda: world["alerts"]().mutes)
-    assert (made.rule, made.engine, made.author, made.comment) == ("tail-waste", "steady", "ann *bold*", "a drill")
+    assert (made.rule, made.engine, made.author, made.comment) == ("tail-waste", "llama-a", "ann *bold*", "a drill")
     assert made.expires_unix - made.created_unix == 3600
     listed = page.locator(f".st-key-mute_{made.id}")
-    expect(listed).to_contain_text("tail-waste at steady, for ")
+    expect(listed).to_contain_text("tail-waste at llama-a, for ")
     expect(listed).to_contain_text("by ann *bold*: a drill")
     opened.check()
     listed.get_by_role("button", name="End it").click()
@@ -164,7 +167,7 @@ def test_what_is_shown_can_be_taken_along(world: dict[str, Any], window: Callabl
     rows = json.loads(Path(download.value.path()).read_text())["rows"]
     found: AlertList = world["alerts"]()
     assert {row["fingerprint"] for row in rows} >= {one.fingerprint for one in found.recent}
-    assert [row["label_engine_id"] for row in rows if row["state"] == "firing"] == ["gone"]
+    assert [row["label_engine_id"] for row in rows if row["state"] == "firing"] == ["llama-b"]
 
 
 def test_without_an_answer_it_says_so(shared_stage: Any, window: Callable[..., Any]) -> None:
