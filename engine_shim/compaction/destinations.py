@@ -3,8 +3,8 @@
 What lies together by owner and position is a *chain*, what is contiguous and may be taken is a *hole*. Everything is
 done on whole classes of chains and holes of one length, so that the number of Python steps does not grow with moves.
 
-Arrays of megabytes are let go of, or changed in place, as early as can be: memory beyond some 16 MB goes back to the
-system after each plan, and costs the next one a page fault for every 4 KiB, a third of its time in the worst case.
+Arrays of megabytes are let go of, or changed in place, as early as can be: the first plan of a process has to get all
+that is in use at once from the system, at a page fault for every 4 KiB, a third of its time in the worst case.
 """
 
 from __future__ import annotations

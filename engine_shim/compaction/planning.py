@@ -18,12 +18,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from engine_shim.compaction.destinations import choose_destinations
+from engine_shim.compaction.owner_runs import count_runs, count_runs_after, owned_blocks
 from engine_shim.errors import PoolError, SettingsError
 from engine_shim.layout import BlockState
 
 _UNKNOWN = 255
 # Blocks worked on at a time: what they take stays in the cache.
 _CHUNK = 1 << 16
+_PLAN_BYTES = 24  # a block, at the height of a plan
+_MOST_KEPT_BYTES = 31 << 20  # glibc learns from no piece above 32 MiB
 _FEW = 16  # windows whose blocks are counted one by one
 
 
@@ -91,6 +94,7 @@ def plan_moves(
     if position_column is not None and owner_column is None:
         raise PoolError("positions without owners say nothing; give both")
 
+    _keep_memory(column.size)
     allocatable = column <= BlockState.CACHED
     total = int(np.count_nonzero(allocatable))
     wanted = -(-total * wanted_share.numerator // wanted_share.denominator)
@@ -108,10 +112,10 @@ def plan_moves(
         run_after = _longest_run(allocatable).length
     runs_before = runs_after = None
     if owner_column is not None:
-        owned = _owned(owner_column, column)
-        runs_before = runs_after = _count_runs(owned, owner_column, position_column)
+        owned = owned_blocks(owner_column, column)
+        runs_before = runs_after = count_runs(owned, owner_column, position_column)
         if sources.size:
-            runs_after = _runs_after(owned, owner_column, position_column, sources, destinations)
+            runs_after = count_runs_after(owned, owner_column, position_column, sources, destinations)
     moves = np.column_stack((sources, destinations))
     moves.setflags(write=False)
     return MovePlan(
@@ -139,11 +143,9 @@ def sequence_runs(owners: ArrayLike, positions: ArrayLike | None, states: ArrayL
     the owner that the column names. Raises PoolError for columns that do not match.
     """
     column = _state_column(states)
-    return _count_sequence_runs(
-        _matching_column(owners, column.size, "owners"),
-        None if positions is None else _matching_column(positions, column.size, "positions"),
-        column,
-    )
+    owner_column = _matching_column(owners, column.size, "owners")
+    position_column = None if positions is None else _matching_column(positions, column.size, "positions")
+    return count_runs(owned_blocks(owner_column, column), owner_column, position_column)
 
 
 def chunks(plan: MovePlan, *, max_moves: int, max_bytes: int, block_bytes: int) -> Iterator[NDArray[np.int64]]:
@@ -303,52 +305,14 @@ def _prefix_sums(mask: NDArray[np.bool_]) -> NDArray[np.int32]:
     return sums
 
 
-def _count_sequence_runs(
-    owners: NDArray[np.integer], positions: NDArray[np.integer] | None, states: NDArray[np.uint8]
-) -> int:
-    return _count_runs(_owned(owners, states), owners, positions)
+def _keep_memory(blocks: int) -> None:
+    """Have the allocator keep what a plan takes for the next one: else, in some states of the heap, each plan gives it
+    back to the system, and pays a third of its time for having it mapped again.
 
-
-def _owned(owners: NDArray[np.integer], states: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    owned: NDArray[np.bool_] = states == BlockState.USED
-    owned |= states == BlockState.PINNED
-    owned &= owners != 0
-    return owned
-
-
-def _count_runs(owned: NDArray[np.bool_], owners: NDArray[np.integer], positions: NDArray[np.integer] | None) -> int:
-    """How many owned blocks have no neighbour before them that their sequence goes on from."""
-    runs = int(np.count_nonzero(owned))
-    for start in range(0, owned.size, _CHUNK):
-        part = slice(max(0, start - 1), start + _CHUNK)  # with the block before it, so that no pair is missed
-        inside, owner = owned[part], owners[part]
-        joined = inside[1:] & inside[:-1]
-        joined &= owner[1:] == owner[:-1]
-        if positions is not None:
-            position = positions[part]
-            joined &= position[1:] - position[:-1] == 1
-        runs -= int(np.count_nonzero(joined))
-    return runs
-
-
-def _runs_after(
-    owned: NDArray[np.bool_],
-    owners: NDArray[np.integer],
-    positions: NDArray[np.integer] | None,
-    sources: NDArray[np.int64],
-    destinations: NDArray[np.int64],
-) -> int:
-    """The runs of sequences once sources[i] lies at destinations[i]. Changes `owned` to what is owned then."""
-    moved = owners.take(sources)
-    owners = owners.copy()
-    owners[destinations] = moved
-    owned[sources] = False
-    owned[destinations] = moved != 0
-    if positions is not None:
-        moved = positions.take(sources)
-        positions = positions.copy()
-        positions[destinations] = moved
-    return _count_runs(owned, owners, positions)
+    What glibc keeps is twice the largest piece that it ever let go of (mallopt(3), M_MMAP_THRESHOLD). This one is let
+    go of untouched, so that it takes no memory. Elsewhere it does nothing.
+    """
+    np.empty(min(_PLAN_BYTES * blocks, _MOST_KEPT_BYTES), np.uint8)
 
 
 def _exact_share(target: float) -> Fraction:
