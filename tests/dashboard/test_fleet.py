@@ -126,7 +126,7 @@ def reader() -> Iterator[Callable[..., FleetReader]]:
     made: list[FleetReader] = []
 
     def make(urls: list[str], *rest: Any, **more: Any) -> FleetReader:
-        made.append(FleetReader([(f"host {url[-5:]}", AgentClient(url)) for url in urls], *rest, **more))
+        made.append(FleetReader([(f"host {url[-5:]}", AgentClient(url, timeout_seconds=60)) for url in urls], *rest, **more))
         return made[-1]
 
     yield make
@@ -145,7 +145,7 @@ def test_every_agent_s_pools_are_read_with_their_lines(
         (number, pool.id) for number in (1, 2) for pool in pools
     )
     assert fleet.troubles == ()
-    with AgentClient(urls[0]) as client:
+    with AgentClient(urls[0], timeout_seconds=60) as client:
         for engine in client.engines().engines:
             card = next(card for card in fleet.cards if (card.agent, card.id) == (1, engine.id))
             assert (card.rate, card.blocks) == (engine.fragmentation.rate, engine.blocks.model_dump())
@@ -246,7 +246,7 @@ def test_prometheus_knows_what_the_agent_knows(
     eventually(lambda: all(any(v is not None for v in card.line) for card in source.cards()), "lines are there")
     by_id = {card.id: card for card in source.cards()}
     assert set(by_id) == {pool.id for pool in pools}
-    with AgentClient(urls[0]) as client:
+    with AgentClient(urls[0], timeout_seconds=60) as client:
         for engine in client.engines().engines:
             card, own = by_id[engine.id], card_of(engine, 1, "", 0.3)
             same = ("id", "kind", "model", "state", "blocks", "running", "waiting", "blocked", "degraded")

@@ -46,7 +46,7 @@ def test_banners_of_an_engine(stage: Any, window: Callable[..., Any]) -> None:
     expect(alerts).to_contain_text(f"kill -CONT {pool.process.pid}")
     os.kill(pool.process.pid, signal.SIGCONT)
     expect(alerts).to_contain_text("py-spy dump")
-    expect(page.locator(".kv-heading").first).to_contain_text("stalled, not the present")
+    expect(page.locator(".st-key-map_box .kv-note")).to_contain_text("stalled, not the present")
     pool.send("hold")
     expect(alerts).to_have_count(0)
 

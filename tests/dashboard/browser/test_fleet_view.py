@@ -32,7 +32,7 @@ def test_a_card_leads_to_its_pool(world: dict[str, Any], window: Callable[..., A
     page = opened.open(view="fleet")
     cards = page.locator(".kv-card")
     expect(cards).to_have_count(4)
-    with AgentClient(world["agents"][1]) as client:
+    with AgentClient(world["agents"][1], timeout_seconds=60) as client:
         engines = {engine.id: engine for engine in client.engines().engines}
     rates = {id: engine.fragmentation.rate or 0.0 for id, engine in engines.items()}
     worst = max(rates, key=lambda id: rates[id])

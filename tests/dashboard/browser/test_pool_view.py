@@ -31,7 +31,7 @@ def world(shared_stage: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def client(world: dict[str, Any]) -> Iterator[AgentClient]:
-    with AgentClient(world["agent"]) as made:
+    with AgentClient(world["agent"], timeout_seconds=60) as made:
         yield made
 
 
