@@ -126,7 +126,8 @@ def reader() -> Iterator[Callable[..., FleetReader]]:
     made: list[FleetReader] = []
 
     def make(urls: list[str], *rest: Any, **more: Any) -> FleetReader:
-        made.append(FleetReader([(f"host {url[-5:]}", AgentClient(url, timeout_seconds=60)) for url in urls], *rest, **more))
+        agents = [(f"host {url[-5:]}", AgentClient(url, timeout_seconds=60)) for url in urls]
+        made.append(FleetReader(agents, *rest, **more))
         return made[-1]
 
     yield make
