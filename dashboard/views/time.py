@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import streamlit as st
 
-from agent.client import AgentRefused
+from agent.client import AgentRefused, AgentUnavailable
 from agent.wire_history import FrameCells, FrameTimes, Mark
 from dashboard import address, exports, figures, past, timeline, widgets
 from dashboard.conditions import refused
-from dashboard.context import Context, ask, show_condition
+from dashboard.context import Answer, Context, ask, show_condition
 from dashboard.figure_component import show_figure
-from dashboard.source import MAP_CELLS, SLOW_REFRESH_SECONDS, timed
+from dashboard.source import MAP_CELLS, SLOW_REFRESH_SECONDS, source, timed
 from dashboard.views.black_boxes import show_boxes
 
 MAP_HEIGHT = 380
@@ -166,13 +166,21 @@ def _advance(context: Context, pool: str) -> None:
 
 
 def _times(context: Context, pool: str, stretch: Stretch) -> FrameTimes | None:
-    """The instants of the range; None where the agent keeps none at all, which is said."""
+    """The instants of the range; None where there are none to be had, which is said."""
+    return _ask_past(lambda: context.client.frame_times(pool, stretch.start_unix, stretch.end_unix, INSTANTS), "")
+
+
+def _ask_past(call: Callable[[], Answer], without: str) -> Answer | None:
+    """As `ask`; where the agent keeps no past, which is no fault, the page says `without` instead."""
     try:
-        return context.client.frame_times(pool, stretch.start_unix, stretch.end_unix, INSTANTS)
+        return call()
     except AgentRefused as error:
-        if error.error == "not_kept":
-            return None  # said below, where the frames would be
-        show_condition(refused(error))
+        if error.error != "not_kept":
+            show_condition(refused(error))
+        elif without:
+            st.html(widgets.note_html(f"{error.message}. {without}"))
+    except AgentUnavailable as error:
+        st.html(widgets.note_html(f"No data: {source().reason(error)}"))
     return None
 
 
@@ -288,14 +296,10 @@ def _lines(
 
 
 def _marks(context: Context, pool: str, stretch: Stretch) -> list[Mark] | None:
-    try:
-        return context.client.marks(pool, stretch.start_unix, stretch.end_unix, holds=False).marks
-    except AgentRefused as error:
-        if error.error == "not_kept":
-            st.html(widgets.note_html(f"{error.message}. {past.KEEP_A_PAST}"))
-        else:
-            show_condition(refused(error))
-    return None
+    found = _ask_past(
+        lambda: context.client.marks(pool, stretch.start_unix, stretch.end_unix, holds=False), past.KEEP_A_PAST
+    )
+    return found.marks if found is not None else None
 
 
 def _mark_table(marks: Sequence[Mark]) -> None:

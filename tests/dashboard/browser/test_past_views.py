@@ -126,12 +126,13 @@ def await_instant(page: Page, wanted: float) -> None:
     expect(page.locator(".st-key-view_time").get_by_text(past.moment(wanted)).first).to_be_visible()
 
 
-def keep_picture(page: Page, name: str, repository_root: Path, tmp_path: Path) -> None:
+def keep_picture(page: Page, name: str, height: int, repository_root: Path, tmp_path: Path) -> None:
     """With KVATLAS_UPDATE_SCREENSHOTS=1 the picture of the documentation."""
+    page.set_viewport_size({"width": 1280, "height": height})
     update = os.environ.get("KVATLAS_UPDATE_SCREENSHOTS") == "1"
     folder = repository_root / "docs" / "images" if update else tmp_path
     folder.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=folder / f"{name}.png", full_page=True)
+    page.screenshot(path=folder / f"dashboard-{name}.png")
 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
@@ -178,10 +179,11 @@ def test_an_instant_is_shown_as_the_api_tells_it(
     for drawn, one in zip(mean, told, strict=False):
         # JSON has no NaN: the browser hands it over as null, or as what it is.
         assert (drawn is None or math.isnan(drawn)) if one is None else drawn == pytest.approx(one, rel=1e-6)
+    expect(page.get_by_role("button", name="Open the last one")).to_be_visible()  # the last part of the page is there
     opened.check()
     opened.check_keyboard()
     if scheme == "light":
-        keep_picture(page, "time", repository_root, tmp_path)
+        keep_picture(page, "time", 1330, repository_root, tmp_path)
     page.set_viewport_size({"width": 1920, "height": 1080})
     opened.check()
 
@@ -296,7 +298,7 @@ def test_the_policy_and_its_runs_are_told(
     opened.check()
     opened.check_keyboard()
     if scheme == "light":
-        keep_picture(page, "compaction", repository_root, tmp_path)
+        keep_picture(page, "compaction", 900, repository_root, tmp_path)
     page.set_viewport_size({"width": 1920, "height": 1080})
     opened.check()
 
@@ -383,7 +385,7 @@ def test_sequences_are_told_as_the_api_has_them(
     opened.check()
     opened.check_keyboard()
     if scheme == "light":
-        keep_picture(page, "requests", repository_root, tmp_path)
+        keep_picture(page, "requests", 900, repository_root, tmp_path)
     page.set_viewport_size({"width": 1920, "height": 1080})
     opened.check()
 
