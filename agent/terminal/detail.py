@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -13,7 +13,7 @@ from agent import wire
 from agent.terminal.bar import STRIPES, rows_of, states_of
 from agent.terminal.pools import exhaustion, state_style
 from agent.terminal.reading import MEANINGFUL, TREND_SECONDS, Look
-from agent.terminal.words import STATE_ORDER, STYLES, Glyphs, count, rate, seconds, share, size
+from agent.terminal.words import STATE_ORDER, STYLES, Glyphs, count, fold, rate, seconds, share, size
 
 STEADY = 0.02  # a change of F within a trend that is none
 
@@ -33,14 +33,14 @@ def detail(look: Look, glyphs: Glyphs, width: int) -> Detail:
     if engine is not None:
         return _pool(engine, look, glyphs, width)
     if unmapped is not None:
-        return Detail(list(_unmapped(unmapped, glyphs)), [], None)
+        return Detail(_folded(_unmapped(unmapped, glyphs), width), [], None)
     if look.chosen is not None:
         what = f"{glyphs.plain(look.chosen)} is not listed: its engine ended, or its map was removed. Choose another."
-        return Detail([Text(what, "yellow")], [], None)
+        return Detail(fold(Text(what, "yellow"), width), [], None)
     folders = glyphs.plain(", ".join(look.listing.agent.folders)) or "no folder"
     what = f"No engine found. The agent looks for allocation maps in {folders}."
     todo = "Start an engine with the shim, as the same user and with the same KVATLAS_DIR; kvatlas doctor checks."
-    return Detail([Text(what), Text(todo)], [], None)
+    return Detail(_folded([Text(what), Text(todo)], width), [], None)
 
 
 def _pool(engine: wire.EngineSummary, look: Look, glyphs: Glyphs, width: int) -> Detail:
@@ -57,16 +57,17 @@ def _pool(engine: wire.EngineSummary, look: Look, glyphs: Glyphs, width: int) ->
         f"policy {engine.policy}" if engine.policy else "",
         f"{count(engine.total_blocks)} blocks x {engine.block_tokens} tokens x {size(engine.block_bytes)}",
     )
-    lines = [head, Text(dot.join(glyphs.plain(part) for part in parts if part), "dim")]
+    about = Text(dot.join(glyphs.plain(part) for part in parts if part), "dim")
+    lines = _folded([head, about], width)
     if engine.state not in MEANINGFUL:
         lines.append(Text(f"No blocks are shown: the engine is {engine.state}."))
         return Detail(lines, [], None)
     if look.cells is not None:
         lines += _bar(look.cells, glyphs, width)
     lines += _legend(engine, look.cells, glyphs, width)
-    lines += _numbers(engine, look, glyphs)
+    lines += _folded(_numbers(engine, look, glyphs), width)
     missing = {part: why for part, why in look.missing.items() if part != "alerts"}  # those have a line of their own
-    lines += [Text(f"no {part}: {glyphs.plain(why)}", "yellow") for part, why in missing.items()]
+    lines += _folded((Text(f"no {part}: {glyphs.plain(why)}", "yellow") for part, why in missing.items()), width)
     rows, shown_head = _holders(engine, look.requests, glyphs, width)
     return Detail(lines, rows, shown_head)
 
@@ -104,12 +105,12 @@ def _numbers(engine: wire.EngineSummary, look: Look, glyphs: Glyphs) -> Iterator
     line = Text("F ")
     line.append(rate(fragmentation.rate, glyphs), "bold yellow" if above else "bold")
     line.append(f" {'above' if above else 'limit'} {limit:.2f}, free alone {rate(fragmentation.strict_rate, glyphs)}")
-    if look.trend is not None:
-        line.append(f"   last {seconds(TREND_SECONDS)} {trend(look.trend, glyphs)}")
     yield line
+    if look.trend is not None:
+        yield Text(f"F of the last {seconds(TREND_SECONDS)} {trend(look.trend, glyphs)}")
     run, allocatable = fragmentation.largest_allocatable_run, engine.blocks.free + engine.blocks.cached
     yield Text(
-        f"largest run {count(run)} blocks ({size(run * engine.block_bytes)}) of {count(allocatable)} allocatable"
+        f"longest run {count(run)} ({size(run * engine.block_bytes)}) of {count(allocatable)} allocatable"
         f" in {count(fragmentation.allocatable_runs)} runs, headroom {count(engine.headroom_blocks)}"
     )
     waiting = Text(f"{count(engine.running_requests)} running, {count(engine.waiting_requests)} waiting")
@@ -180,6 +181,10 @@ def _unmapped(engine: wire.UnmappedEngine, glyphs: Glyphs) -> Iterator[Text]:
     yield Text(f"{glyphs.plain(engine.metrics.source)}, read {seconds(engine.metrics.age_seconds)} ago", "dim")
     for name, value in engine.metrics.values.items():
         yield Text(f"  {glyphs.plain(name)} {value:,.3f}".removesuffix(".000"))
+
+
+def _folded(lines: Iterable[Text], width: int) -> list[Text]:
+    return [part for line in lines for part in fold(line, width)]
 
 
 def flow(parts: Sequence[Text], width: int, gap: str) -> list[Text]:

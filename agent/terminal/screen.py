@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from rich.text import Text
 from agent.terminal.detail import bar_columns, detail
 from agent.terminal.pools import alert_style, pool_lines
 from agent.terminal.reading import Look, told
-from agent.terminal.words import Glyphs, count, seconds
+from agent.terminal.words import Glyphs, count, fold, seconds
 from agent.wire_alerts import AlertRecord
 
 KEYS = "q quit   j/k or arrows choose a pool   p pause"
@@ -42,10 +41,12 @@ def lay_out(frame: Frame, glyphs: Glyphs, width: int, height: int | None) -> lis
     foot = [Text(KEYS, "dim")] if frame.keys else []
     if frame.look is None:
         body = [Text(f"kvatlas top {glyphs.plain(frame.address)}", "bold")]
-        body.append(Text(glyphs.plain(frame.problem), "bold red") if frame.problem else Text("asking the agent ..."))
-        if frame.problem:
-            body.append(Text("No numbers are shown: they would not be current. It is asked again each second."))
-            body.append(Text("Is it running? kvatlas agent starts one; --agent or KVATLAS_AGENT_URL names another."))
+        if not frame.problem:
+            body.append(Text("asking the agent ..."))
+        else:
+            body += fold(Text(glyphs.plain(frame.problem), "bold red"), width)
+            body += fold(Text("No numbers are shown: they would not be current. It is asked again."), width)
+            body += fold(Text("Is it running? kvatlas agent starts one; --agent names another."), width)
         return _cut(body, foot, height)
     look = frame.look
     said = detail(look, glyphs, width)
@@ -113,9 +114,11 @@ def _alert(one: AlertRecord, now_unix: float, glyphs: Glyphs, width: int) -> lis
     held = f" (held: {glyphs.plain(one.held)})" if one.held else ""
     since = seconds(max(0.0, now_unix - one.started_unix))
     what = f"{glyphs.plain(one.summary)}, for {since}{muted}{held}"
-    line = Text.assemble((f"{one.severity:<8} ", alert_style(one.severity)), what)
-    todo = textwrap.wrap(glyphs.plain(one.action), max(20, width - 4))
-    return [line, *(Text(f"{'  > ' if at == 0 else '    '}{part}") for at, part in enumerate(todo))]
+    first, *rest = fold(Text(what), width - 9) or [Text()]
+    lines = [Text.assemble((f"{one.severity:<8} ", alert_style(one.severity)), first)]
+    lines += [Text.assemble(" " * 9, part) for part in rest]
+    todo = fold(Text(glyphs.plain(one.action)), width - 4)
+    return lines + [Text.assemble("  > " if at == 0 else "    ", part) for at, part in enumerate(todo)]
 
 
 def _cut(body: Sequence[Text], foot: Sequence[Text], height: int | None) -> list[Text]:

@@ -6,6 +6,8 @@ import unicodedata
 from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
 
 from agent.wire import BlockStateName
 from alerts.units import Unit, tell
@@ -78,6 +80,11 @@ STYLES: dict[BlockStateName, str] = {
     "reserved": "white",
     "unknown": "bold red",
 }
+
+
+def fold(line: Text, width: int) -> list[Text]:
+    """A line that is too long as several, broken between words: what is cut off says nothing."""
+    return list(line.wrap(Console(width=width), max(10, width)))
 
 
 def count(value: int) -> str:

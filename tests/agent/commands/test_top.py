@@ -74,7 +74,7 @@ def test_printed_once_it_says_what_the_api_says(fixed: Any, agent: Any, client_o
             number = getattr(blocks, state)
             assert f"{glyphs.states[state]} {state} {number} ({100 * number / 64:.1f} %)" in text
         assert f"F {fragmentation.rate:.3f} above 0.30, free alone {fragmentation.strict_rate:.3f}" in text
-        assert f"largest run {fragmentation.largest_allocatable_run} blocks (132 KiB) of 56 allocatable" in text
+        assert f"longest run {fragmentation.largest_allocatable_run} (132 KiB) of 56 allocatable" in text
         assert f"in {fragmentation.allocatable_runs} runs" in text
         assert "0 running, 7 waiting" in text
         first, second = (line.split() for line in lines if line.startswith("req"))

@@ -53,7 +53,7 @@ def test_what_stands_on_it(engine: Make, alert: Make, look: Make) -> None:
     for expected in (
         "F 0.500 above 0.30, free alone 0.750",
         "▁ ▅ 0.100 to 0.500, rising",
-        "largest run 4 blocks (16 KiB) of 9 allocatable in 3 runs, headroom 1",
+        "longest run 4 (16 KiB) of 9 allocatable in 3 runs, headroom 1",
         "3 running, 1 waiting",
         "used 5 (31.2 %)",
         "pinned 1 (6.2 %)",
@@ -147,7 +147,7 @@ def test_what_is_not_there_is_said(engine: Make, look: Make) -> None:
     assert "other is not listed" in text_of(look([engine()], chosen="other"))
     asleep = text_of(look([engine(state="sleeping")]))
     assert "No blocks are shown: the engine is sleeping." in asleep
-    assert "largest run" not in asleep
+    assert "longest run" not in asleep
     lacking = text_of(look([engine()], alerts=None, missing={"alerts": "busy", "map": "gone"}))
     assert "alerts not known: busy" in lacking
     assert "no map: gone" in lacking
