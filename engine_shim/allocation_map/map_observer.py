@@ -224,6 +224,11 @@ class MapObserver:
         return {} if self._publisher is None else self._publisher.writer.columns
 
     @property
+    def failed(self) -> bool:
+        """Was there a map, and has observation ended for good?"""
+        return self._publisher is not None and not self._on
+
+    @property
     def path(self) -> Path | None:
         """Where the map is; None where nothing is published."""
         return None if self._publisher is None else self._publisher.writer.path

@@ -59,6 +59,8 @@ def relocation_refusal(scheduler: Any) -> str:
         return "new blocks are zeroed here (Mamba layers or mixed KV precisions), before copies are made"
     if getattr(config.attention_config, "hisparse_config", None) is not None:
         return "HiSparse reads blocks that nobody references"
+    if not hasattr(scheduler, "connector"):
+        return "this vLLM does not say whether a KV connector fills blocks"
     if type(pool).__name__ != "BlockPool" or any(m.block_pool is not pool for m in coordinator.single_type_managers):
         return f"the pool is a {type(pool).__name__}, or several pools serve one request"
     if (device := str(config.device_config.device_type)) not in _DEVICES:

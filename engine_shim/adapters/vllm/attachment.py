@@ -203,6 +203,9 @@ class Attachment:
         self._running_shown = len(scheduler.running)
         for watched in self.pools:
             watched.show(len(scheduler.running), waiting, step=step)
+            if watched.observer.failed:  # it has said why; hooks that tell nobody are only in vLLM's way
+                self.stop(watched.observer.reason, keep_maps=True)
+                return
 
     def _name_devices(self) -> None:
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine_shim.adapters.opening import engine_id
 from engine_shim.allocation_map.writer import MapSpec
 from engine_shim.snapshot import GroupEntry
+
+log = logging.getLogger("kvatlas.shim")
 
 _KINDS = {
     "full_attention": "full",
@@ -26,7 +29,11 @@ def describe(scheduler: Any, pool: Any, pool_name: str, version: str, environmen
     """The map of one pool of one engine core. Numbers are of the first tensor- and pipeline-parallel rank."""
     config, cache = scheduler.vllm_config, scheduler.kv_cache_config
     parallel, model = config.parallel_config, config.model_config
-    groups = describe_groups(scheduler, pool)
+    try:
+        groups = describe_groups(scheduler, pool)
+    except Exception as error:  # noqa: BLE001 - whatever has changed in vLLM, the map is of use without
+        log.warning("the KV cache groups of this vLLM are not told: %r", error)
+        groups = ()
     index = int(getattr(parallel, "data_parallel_index", 0) or 0)
     own = pool is scheduler.kv_cache_manager.block_pool
     return MapSpec(

@@ -12,7 +12,15 @@ from typing import Any
 
 SUPPORTED = "0.32"  # the versions these names and signatures were read in and tested with
 
-_POOL_FIELDS = ("blocks", "num_gpu_blocks", "null_block", "enable_caching", "cached_block_hash_to_block")
+_POOL_FIELDS = (
+    "blocks",
+    "num_gpu_blocks",
+    "null_block",
+    "enable_caching",
+    "cached_block_hash_to_block",
+    "free_block_queue",
+)
+_QUEUE_FIELDS = ("num_free_blocks", "fake_free_list_head", "fake_free_list_tail")
 _BLOCK_FIELDS = ("block_id", "ref_cnt", "is_null", "block_hash", "_block_hash", "next_free_block", "pool")
 _POOL_METHODS = {
     "get_new_blocks": ("num_blocks",),
@@ -73,6 +81,7 @@ def examine(scheduler: Any) -> Findings:
     pool_sound &= sound("BlockPool", pool, _POOL_FIELDS, _POOL_METHODS)
     blocks = getattr(pool, "blocks", None) or [None]
     pool_sound &= sound("KVCacheBlock", blocks[0], _BLOCK_FIELDS)
+    pool_sound &= sound("FreeKVCacheBlockQueue", getattr(pool, "free_block_queue", None), _QUEUE_FIELDS)
     if not pool_sound:
         return Findings(False, False, False, False, False, tuple(problems))
     evictions = sound(

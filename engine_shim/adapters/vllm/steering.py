@@ -147,7 +147,7 @@ class Steering:
         if not compaction_asked(self._environment):
             self.no_compaction = NOT_ASKED
             return
-        if refusal := compaction_refusal(self._scheduler):
+        if refusal := _refusal(compaction_refusal, self._scheduler):
             log.warning("moves of live blocks are refused: %s", refusal)
             self.no_compaction = refusal
             return
@@ -167,7 +167,7 @@ class Steering:
         self._no_relocation = "vLLM was started with its own allocation; KVATLAS_VLLM_ALLOCATION=auto allows another"
         if setting is Allocation.STOCK:
             return
-        if refusal := relocation_refusal(self._scheduler):
+        if refusal := _refusal(relocation_refusal, self._scheduler):
             log.warning("relocating allocation is refused, vLLM allocates by itself: %s", refusal)
             self._no_relocation = refusal
             return
@@ -201,6 +201,14 @@ class Steering:
         if more:
             observer.counted("relocation_copies", more)
             observer.counted("relocation_bytes", more * self._watched.spec.block_bytes)
+
+
+def _refusal(examine: Callable[[Any], str], scheduler: Any) -> str:
+    """What stands against it. Where that cannot be found out either, it stands against it: observation goes on."""
+    try:
+        return examine(scheduler)
+    except Exception as error:  # noqa: BLE001 - whatever has changed in vLLM
+        return f"this vLLM is not as expected: {error!r}"
 
 
 def _later(call: Callable[[], None], seconds: float = _IDLE_PAUSE_SECONDS) -> None:

@@ -43,6 +43,12 @@ def compacting(drive: Callable[..., Report]) -> Report:
 
 
 @pytest.fixture(scope="session")
+def hostile(drive: Callable[..., Report]) -> Report:
+    """Storms of orders and nonsense while it serves, in one process, every map compared at every step."""
+    return drive("drive_hostile", VLLM_ENABLE_V1_MULTIPROCESSING="0", KVATLAS_AUDIT_STEPS="1")
+
+
+@pytest.fixture(scope="session")
 def language_model(drive: Callable[..., Report], smollm2: Path) -> Report:
     """SmolLM2-135M under vLLM's defaults, in three variants."""
     return drive("drive_language_model", VLLM_ENABLE_V1_MULTIPROCESSING="0", TEST_MODEL=str(smollm2))
