@@ -27,6 +27,11 @@ MOVED = frozenset(
 )  # outcomes after which blocks may lie elsewhere
 SEVERITY_TONES = {"critical": "#d92d20", "warning": "#d9820a", "info": "#5b8def"}
 Floats = NDArray[np.floating]
+_TICKS = {
+    ".3f": ".2f",
+    ".1%": ".0%",
+    ",.0f": ",.2~f",
+}  # of numbers written so: a scale may have halves of what is whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,7 @@ def timeline(
                     "range": [-0.02 * most, 1.02 * most] if most else None,
                     "rangemode": "tozero",
                     "nticks": 4,
-                    "tickformat": line.metric.number.replace(".3f", ".2f").replace(".1%", ".0%"),
+                    "tickformat": _TICKS.get(line.metric.number, line.metric.number),
                     "fixedrange": True,
                     "anchor": "x",
                 }

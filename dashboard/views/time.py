@@ -23,7 +23,15 @@ MAP_HEIGHT = 380
 POINTS = 300
 INSTANTS = 600
 PLAY_SECONDS = 1.0
-SPANS = {"10 min": 600, "1 h": 3600, "6 h": 21_600, "1 day": 86_400, "7 days": 604_800, "30 days": 2_592_000}
+SPANS = {
+    "2 min": 120,
+    "10 min": 600,
+    "1 h": 3600,
+    "6 h": 21_600,
+    "1 day": 86_400,
+    "7 days": 604_800,
+    "30 days": 2_592_000,
+}
 DEFAULT_SPAN = "10 min"
 MARKS_SHOWN = 200
 NOW = math.inf  # the scrubber's last position

@@ -109,3 +109,52 @@ def test_sequences_are_filtered_as_the_link_says(app: Callable[..., AppTest], wa
     assert f"of {len(wanted)} in the pool" in html
     test.text_input(key="requests_filter").set_value("").run()
     assert wanted[0] in text_of(test)
+
+
+@pytest.fixture(scope="module")
+def kept(
+    shared_stage: Any, tmp_path_factory: pytest.TempPathFactory, eventually: Callable[..., Any]
+) -> tuple[str, Any, list[float]]:
+    """An agent that keeps the past, a pool that serves, and the instants of some frames."""
+    pool = shared_stage.pool("kept", 600)
+    pool.send("run")
+    url, _ = shared_stage.agent(interval_seconds="0.2", state_dir=str(tmp_path_factory.mktemp("state")))
+    with AgentClient(url, timeout_seconds=15.0) as client:
+        times = eventually(
+            lambda: found if len(found := client.frame_times(pool.id, 0, 1e10).times_unix) >= 8 else None, "frames"
+        )
+    return url, pool, times
+
+
+def instant_of(test: AppTest) -> float:
+    named = test.query_params["at"]
+    return float(named if isinstance(named, str) else named[0])
+
+
+def test_it_plays_and_stops(app: Callable[..., AppTest], kept: tuple[str, Any, list[float]]) -> None:
+    """Each run is one refresh here: none comes by itself."""
+    url, pool, times = kept
+    test = app(url, view="time", pool=pool.id, at=f"{times[0]:.3f}")
+    assert test.button(key="time_earlier").disabled
+    assert test.button(key="time_play").label == "Play"
+    test.button(key="time_play").click().run()
+    assert test.button(key="time_play").label == "Stop"
+    test.run()
+    test.button(key="time_play").click().run()
+    assert test.button(key="time_play").label == "Play"
+    at = instant_of(test)
+    assert at in times[1:-1]
+    test.run()
+    assert instant_of(test) == at
+    test.button(key="time_later").click().run()
+    assert instant_of(test) == times[times.index(at) + 1]
+    test.button(key="time_live").click().run()
+    assert "at" not in test.query_params
+    assert not test.exception
+
+
+def test_an_instant_before_all_frames_is_said(app: Callable[..., AppTest], kept: tuple[str, Any, list[float]]) -> None:
+    url, pool, times = kept
+    test = app(url, view="time", pool=pool.id, at=f"{times[0] - 100:.3f}")
+    assert not test.exception
+    assert "No frame of this pool is kept of that time. The oldest frame is of " in text_of(test)
