@@ -117,6 +117,12 @@ def test_files_hold_what_is_shown(world: dict[str, Any], window: Callable[..., A
     whole = json.loads(texts["JSON"])
     assert whole["pool"] == world["pool"].id
     assert [row["references"] for row in whole["rows"]] == cells.references
+    page.get_by_text("Pause", exact=True).click()
+    expect(page.locator(opened.ALERTS).first).to_contain_text("Paused")
+    with page.expect_download() as waiting:
+        page.locator(f"{opened.MAP} .modebar-btn[aria-label*=PNG i]").click()
+    assert waiting.value.suggested_filename == "kvatlas.png"
+    assert Path(waiting.value.path()).read_bytes().startswith(b"\x89PNG")
 
 
 def test_how_blocks_live_is_the_agent_s_word(
