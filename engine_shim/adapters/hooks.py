@@ -1,9 +1,9 @@
 """Puts our code around methods of one engine's objects, takes it off, and lets another part replace what is inside.
 
 A hook is an attribute of the *instance*, so it touches one engine, and removing it leaves the engine as it was. Inside
-a hook stands `inner`: the method that the engine has, or what a later layer put there. This is the seam for everything
-that changes what an engine does (relocating allocation swaps the `inner` of vLLM's `get_new_blocks`); observation alone
-never does.
+a hook stands `inner`: the method that the engine has, or the hook that was there before, as those of vLLM's relocating
+allocation stand inside of those of observation. Only such a layer changes what an engine does; observation alone never
+does.
 """
 
 from __future__ import annotations

@@ -22,13 +22,14 @@ from engine_shim.allocation_map.map_observer import MapObserver
 log = logging.getLogger("kvatlas.shim")
 
 SETTING = "KVATLAS_VLLM_COMPILED"
+_CORE = "EngineCore"  # how vLLM calls such a process
 
 
 def compile_store(observer: MapObserver, environment: Mapping[str, str]) -> str:
     """Let this observer store its steps in compiled code. "" or why not; never raises."""
     if environment.get(SETTING, "").strip().lower() in ("0", "false", "no", "off"):
         return f"{SETTING}=0"
-    if "llvmlite" not in sys.modules and multiprocessing.parent_process() is None:
+    if "llvmlite" not in sys.modules and not multiprocessing.current_process().name.startswith(_CORE):
         return "this process is not an engine core's own"
     began = time.monotonic()
     try:
