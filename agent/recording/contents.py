@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine_shim import layout
-from engine_shim.layout import COLUMNS, COUNTERS, HISTOGRAM_BOUNDS_SECONDS
+from engine_shim.layout import COLUMNS, COUNTERS, HISTOGRAM_BOUNDS_SECONDS, HISTOGRAMS
 from engine_shim.snapshot import EngineIdentity, GroupEntry, Histogram, MapFlags, MapSnapshot, OwnerEntry
 
 SCHEMA = "kvatlas.recording/v1"
@@ -152,7 +152,7 @@ def decode_header(payload: bytes) -> Header:
         raw["gpu_uuids"] = tuple(raw["gpu_uuids"])
         identity = _made(EngineIdentity, raw)
         groups = tuple(_made(GroupEntry, dict(one)) for one in told["groups"])
-        columns = tuple(told["columns"])
+        columns = tuple(str(name) for name in told["columns"])
         header = Header(
             str(told["id"]),
             identity,
@@ -304,6 +304,8 @@ def _check_facts(values: Mapping[str, Any]) -> None:
     if not set(counters) <= set(COUNTERS) or len(values["state_counts"]) > 64:
         raise ValueError(f"counters {list(counters)[:4]} cannot be")
     _whole(*counters.values())
+    if not set(values["histograms"]) <= set(HISTOGRAMS):
+        raise ValueError(f"histograms {list(values['histograms'])[:4]} cannot be")
     for counts, total in values["histograms"].values():
         _whole(*counts)
         if len(counts) != len(HISTOGRAM_BOUNDS_SECONDS) + 1 or not isinstance(total, float | int):

@@ -166,8 +166,8 @@ class Player:
             return
         try:
             self._session.advance(self._due_ns())
-        except RecordingError as error:
-            self._fault = str(error)
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not end this thread unsaid either
+            self._fault = str(error) if isinstance(error, RecordingError) else f"{type(error).__name__}: {error}"
             self._log.event("the replay stops here", level=logging.ERROR, reason=self._fault)
             with self._changed:
                 self._pace = _Pace(self.position_ns, self._monotonic(), self._pace.speed, True)

@@ -220,6 +220,7 @@ class Cursor:
         base, wanted = self.recording.base_before(time_ns), self.recording.samples_up_to(time_ns)
         if time_ns < self.time_ns or self.time_ns < 0 or base >= self.samples:
             self._start(base)
+        self.time_ns = -1  # until it has come there: what breaks off half-way is begun anew
         while self._place is not None and self.samples < wanted:
             self._follow(self._place, None)
         while self._place is not None and self._place.kind not in (ChunkKind.SAMPLE, ChunkKind.BASE):

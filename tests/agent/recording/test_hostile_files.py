@@ -36,7 +36,9 @@ from engine_shim.allocation_map.reader import MapReader
 from tests.agent.recording.support import SteppingEngine
 
 BLOCKS = 64
-MANY = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+MANY = settings(
+    derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40
+)
 Chunk = tuple[int, int, bytes]  # kind, time, payload
 
 

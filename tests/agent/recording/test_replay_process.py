@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -19,7 +20,7 @@ from agent.cli import main
 from agent.client import AgentClient
 from agent.commands.replay import place_of
 from agent.config import AgentSettings
-from agent.recording.chunks import ChunkWriter
+from agent.recording.chunks import ChunkWriter, RecordingError
 from agent.recording.player import Player
 from agent.recording.reading import Recording
 from agent.recording.recorder import Recorder
@@ -177,6 +178,17 @@ def test_a_replay_stops_where_the_recording_is_damaged_and_says_so(
             assert steps_of(client, made[1]) == 15
     finally:
         player.stop()
+
+
+def test_a_cursor_that_met_damage_is_right_again_elsewhere(damaged: Recording) -> None:
+    cursor, other = damaged.cursor(), damaged.cursor()
+    other.seek(damaged.sample_times_ns[1])
+    for _ in range(2):
+        with pytest.raises(RecordingError, match="not whole"):
+            cursor.seek(damaged.end_ns)
+        cursor.seek(damaged.sample_times_ns[1])
+        assert cursor.state().snapshot.sequence == other.state().snapshot.sequence
+        assert np.array_equal(cursor.state().snapshot.states, other.state().snapshot.states)
 
 
 def test_frames_of_a_replay_end_at_its_place(
