@@ -38,6 +38,7 @@ def world(
     gone, back = shared_stage.pool("llama-b", 500), shared_stage.pool("llama-c", 500)
     agent_url, _ = shared_stage.agent(
         interval_seconds="0.2",
+        gone_seconds="3600",
         token_file=str(folder / "token"),
         webhook_url_file=str(folder / "webhook"),
         alert_rules=str(folder / "rules.yaml"),
