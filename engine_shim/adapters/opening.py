@@ -21,6 +21,12 @@ _MOST_NAMESAKES = 32
 def open_map(spec: MapSpec) -> MapObserver:
     """The map of one pool. A second engine of the same name on this host gets a number. Never raises: where no map can
     be made, one log line says why and the observer that is returned does nothing."""
+    writer, reason = open_writer(spec)
+    return MapObserver(writer, reason=reason)
+
+
+def open_writer(spec: MapSpec) -> tuple[MapWriter | None, str]:
+    """As `open_map`, the writer itself; None, and why, where no map can be made."""
     try:
         folder = writer_folder()
         if folder.warning:
@@ -28,14 +34,14 @@ def open_map(spec: MapSpec) -> MapObserver:
         name = spec.engine_id
         for number in range(2, _MOST_NAMESAKES):
             try:
-                return MapObserver(MapWriter.create(spec, folder.path))
+                return MapWriter.create(spec, folder.path), ""
             except MapBusy:
                 spec = replace(spec, engine_id=f"{name}-{number}")
-        return MapObserver.create(spec, folder.path)
+        return MapWriter.create(spec, folder.path), ""
     except Exception as error:  # noqa: BLE001 - whatever it is, the engine must start
         reason = str(error) if isinstance(error, KvatlasError) else repr(error)
         log.warning("not instrumented, the engine goes on: %s", reason)
-        return MapObserver(None, reason=reason)
+        return None, reason
 
 
 def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine_shim import MapReader
+from engine_shim.adapters.sglang.state_map import StateMap
 from engine_shim.allocation_map.map_observer import MapObserver
 from engine_shim.allocation_map.publisher import StepPublisher
 from engine_shim.allocation_map.writer import MapWriter
@@ -53,11 +54,11 @@ Look = Callable[[], None]
 class Subject(Protocol):
     """One engine with a fixed piece of work. `start` makes it anew; answers depend on what is in the KV memory.
 
-    `guards_calls`: is its observer called from hooks of ours, which must hold back what it raises? Where the engine is
-    our own, the observer itself holds it back.
+    `faults` names those of FAULTS that can befall it: "call" where its observer is called from hooks of ours, which
+    must hold back what it raises (where the engine is our own, the observer itself does).
     """
 
-    guards_calls: bool
+    faults: tuple[str, ...]
 
     def start(self, *, watched: bool, moves: bool = False) -> None:
         """Make the engine and give it its work."""
@@ -190,7 +191,7 @@ def notice(subject: Subject) -> dict[str, bool]:
 
     def look() -> None:
         reader, facts = subject.pools()[0]
-        held = [block for block, fact in facts.blocks.items() if fact.holders]
+        held = [block for block, fact in facts.blocks.items() if fact.state is BlockState.USED]
         if noticed or not held:
             return
         block, fact = held[0], facts.blocks[held[0]]
@@ -203,7 +204,7 @@ def notice(subject: Subject) -> dict[str, bool]:
         for rule, given in wrong.items():
             findings = Findings()
             compare(reader, given, findings)
-            noticed[rule] = bool(findings.broken[rule])
+            noticed[rule] = bool(findings.broken.get(rule))
 
     for _ in range(MOST_STEPS):
         if not subject.step(look):
@@ -231,13 +232,13 @@ def examine(subject: Subject) -> dict[str, Any]:
     answers, _ = follow(subject, findings)
     findings.look("faults", "the answers are those of the engine alone", answers == expected, True)
     for name, fault in FAULTS.items():
-        if name == "call" and not subject.guards_calls:
+        if name not in subject.faults:
             continue
         with fault() as happened:
             answers, hooks = serve(subject, watched=True)
         findings.look("faults", f"{name} was reached", bool(happened), True)
         findings.look("faults", f"the answers in spite of {name}", answers == expected, True)
-        if name == "call":
+        if name in ("call", "states"):
             findings.look("faults", f"hooks left after {name}", hooks, 0)
     moved = None
     subject.start(watched=True, moves=True)
@@ -282,6 +283,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "no room": lambda: _patched(
         MapWriter, "create", _raising(MapSpaceError("no room for the map"), as_class_method=True)
     ),
+    "states": lambda: _patched(StateMap, "publish", _raising(RuntimeError("a publish of ours fails"), after=5)),
     "call": lambda: _patched(MapObserver, "step_ended", _raising(RuntimeError("a call of ours fails"), after=3)),
 }
 

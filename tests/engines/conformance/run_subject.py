@@ -28,6 +28,10 @@ def subject(name: str, work: Path) -> Subject:
         from subject_vllm import VllmSubject  # type: ignore[import-not-found]
 
         made = VllmSubject(work)
+    elif name == "sglang":
+        from subject_sglang import SglangSubject  # type: ignore[import-not-found]
+
+        made = SglangSubject(work)
     else:
         from subject_transformers import TransformersSubject  # type: ignore[import-not-found]
 

@@ -22,7 +22,7 @@ BLOCKS, BLOCK_TOKENS, VOCABULARY = 48, 16, 512
 class ReferenceSubject:
     """See `contract.Subject`."""
 
-    guards_calls = False
+    faults = ("publish", "no room")
 
     def __init__(self, work: Path) -> None:
         self._folder = work / "reference"

@@ -18,7 +18,7 @@ from engine_shim.layout import BlockState
 class TransformersSubject:
     """See `contract.Subject`. `kind` as in tiny_models: the full model shares prefixes, the hybrid one has sectors."""
 
-    guards_calls = True
+    faults = ("publish", "no room", "call")
 
     def __init__(self, work: Path, kind: str) -> None:
         adapter.register()

@@ -18,7 +18,7 @@ from engine_shim.layout import BlockState
 class VllmSubject:
     """See `contract.Subject`."""
 
-    guards_calls = True
+    faults = ("publish", "no room", "call")
 
     def __init__(self, work: Path) -> None:
         adapter.register()

@@ -1,0 +1,254 @@
+"""Ties one radix cache and its allocators to their maps. Everything here runs on the scheduler's thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine_shim.adapters.hooks import Hook, Hooks, Method
+from engine_shim.adapters.opening import engine_id, open_writer, whole_number
+from engine_shim.adapters.sglang.indices import Copier, as_numbers, copy_out
+from engine_shim.adapters.sglang.shape import pools_of, release_method
+from engine_shim.adapters.sglang.slot_pool import Note, SlotPool
+from engine_shim.adapters.sglang.state_map import StateMap
+from engine_shim.allocation_map.writer import MapSpec
+
+log = logging.getLogger("kvatlas.shim")
+
+PUBLISH_MS = 100
+
+
+class Attachment:
+    """One radix cache under observation. `reason`: why nothing is watched any more, "" while it is."""
+
+    def __init__(
+        self,
+        tree: Any,
+        version: str,
+        environment: Mapping[str, str],
+        copier: Copier = copy_out,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.hooks = Hooks()
+        self.reason = ""
+        self._tree = tree
+        self._asked_off = ""
+        self._clock = clock
+        self._publish_seconds = whole_number(environment, "KVATLAS_SGLANG_PUBLISH_MS", PUBLISH_MS) / 1000
+        self._published = clock()
+        self._steps = 0  # since then
+        allocator = tree.token_to_kv_pool_allocator
+        self._allocators = pools_of(allocator)
+        self._mapping_of = allocator if len(self._allocators) > 1 else None
+        names = ("kv",) if len(self._allocators) == 1 else ("kv-full", "kv-sliding")
+        model = environment.get("KVATLAS_MODEL", "") or "sglang"
+        self.pools: list[SlotPool] = []
+        for one, name in zip(self._allocators, names, strict=True):
+            pages, tokens = int(one.size) // int(one.page_size), int(one.page_size)
+            spec = MapSpec(
+                engine_id=engine_id(model, environment),
+                kind="sglang",
+                version=version,
+                runner=type(one).__name__,
+                model=model,
+                pool=name,
+                total_blocks=pages + 1,
+                block_tokens=tokens,
+                block_bytes=_page_bytes(one, tokens),
+                dtype=str(getattr(one, "dtype", "")).removeprefix("torch."),
+                medium=str(getattr(one, "device", "cpu")).partition(":")[0],
+                policy="sglang",
+                columns=("state",),
+                owner_slots=1,
+                events_per_second=1,
+            )
+            writer, self.reason = open_writer(spec)
+            if writer is None:
+                self._close_maps()
+                return
+            self.pools.append(SlotPool(tokens, pages, StateMap(writer), copier))
+
+    def attach(self) -> None:
+        """Put the hooks on. What raises half-way is for the caller to undo with `stop`."""
+        if self.reason:
+            return
+        self._adopt()
+        wrap = self.hooks.wrap
+        for allocator, pool in zip(self._allocators, self.pools, strict=True):
+            for name in ("alloc", "alloc_extend", "alloc_decode"):
+                if callable(getattr(allocator, name, None)):
+                    wrap(allocator, name, self._taking(pool))
+            wrap(allocator, "clear", self._after(lambda *_, pool=pool, **__: pool.note(Note.CLEAR)))
+            wrap(allocator, release_method(allocator) or "free", self._giving_back(allocator, pool))
+        wrap(self._tree, "inc_lock_ref", self._locking(0, Note.LOCK))
+        wrap(self._tree, "dec_lock_ref", self._locking(1, Note.LET_GO))
+        wrap(self._tree, "_insert_helper", self._inserting)
+
+    def step(self, running: int, waiting: int) -> None:
+        """The end of one of the scheduler's steps. Published at once where nothing runs, else not too often."""
+        if self.reason:
+            return
+        try:
+            if self._asked_off:
+                log.warning("turned off: %s", self._asked_off)
+                self.stop(self._asked_off)
+                return
+            self._steps += 1
+            now = self._clock()
+            if running and now - self._published < self._publish_seconds:
+                return
+            for pool in self.pools:
+                pool.publish(running, waiting, self._steps)
+            self._steps, self._published = 0, now
+        except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+            self.fault(error)
+
+    def turn_off(self, reason: str) -> None:
+        """Stop watching at the next step. From any thread."""
+        self._asked_off = reason or "turned off"
+
+    def stop(self, reason: str, *, keep_maps: bool = False) -> None:
+        """Take every hook off now, on the scheduler's thread. Idempotent. Kept maps are marked as degraded."""
+        self.hooks.remove_all()
+        if self.reason:
+            return
+        self.reason = reason
+        if not keep_maps:
+            self._close_maps()
+            return
+        for pool in self.pools:
+            pool.map.degrade()
+
+    def _close_maps(self) -> None:
+        for pool in self.pools:
+            pool.map.close()
+
+    def fault(self, error: BaseException) -> None:
+        """Something of ours failed: the maps stay, marked as degraded, and SGLang goes on without us."""
+        if not self.reason:
+            log.error("observation stopped, SGLang goes on: %r", error)
+        self.stop(repr(error), keep_maps=True)
+
+    def _after(self, then: Callable[..., None]) -> Callable[[Hook], Method]:
+        """Call `then(result, *arguments, **keywords)` when SGLang's method has returned."""
+
+        def around(hook: Hook) -> Method:
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                result = hook.inner(*args, **kwargs)
+                try:
+                    then(result, *args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+                    self.fault(error)
+                return result
+
+            return wrapper
+
+        return around
+
+    def _taking(self, pool: SlotPool) -> Callable[[Hook], Method]:
+        def taken(slots: Any, *_: Any, **__: Any) -> None:
+            if slots is None:
+                pool.map.counted("allocation_failures")
+            else:
+                pool.note(Note.TAKE, slots)
+
+        return self._after(taken)
+
+    def _giving_back(self, allocator: Any, pool: SlotPool) -> Callable[[Hook], Method]:
+        by_page = release_method(allocator) == "_release_page_ids"
+        tokens = int(allocator.page_size)
+
+        def given_back(_: Any, *parts: Any) -> None:
+            if not by_page and allocator.free_group is not None:
+                return  # held back until the group ends, which frees it by this very method
+            for part in parts:
+                pool.note(Note.GIVE_BACK, part * tokens if by_page and tokens > 1 else part)
+
+        return self._after(given_back)
+
+    def _locking(self, count: int, note: Note) -> Callable[[Hook], Method]:
+        """Nodes up to the root whose lock is taken first, or is the last to go."""
+
+        def around(hook: Hook) -> Method:
+            def wrapper(node: Any, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    turning = [one.value for one in self._path(node) if one.lock_ref == count]
+                except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+                    turning = []
+                    self.fault(error)
+                result = hook.inner(node, *args, **kwargs)
+                try:
+                    for value in turning:
+                        self._in_tree(note, value)
+                except Exception as error:  # noqa: BLE001 - see above
+                    self.fault(error)
+                return result
+
+            return wrapper
+
+        return around
+
+    def _inserting(self, hook: Hook) -> Method:
+        def insert(node: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+            result = hook.inner(node, key, *args, **kwargs)
+            try:
+                matched, last = result
+                if matched < len(key) and last.lock_ref == 0:
+                    self._in_tree(Note.LET_GO, last.value)
+            except Exception as error:  # noqa: BLE001 - see above
+                self.fault(error)
+            return result
+
+        return insert
+
+    def _in_tree(self, note: Note, value: Any) -> None:
+        if value is None:
+            return
+        self.pools[0].note(note, value)
+        if self._mapping_of is not None:
+            self.pools[1].note(note, self._sliding(value))
+
+    def _sliding(self, value: Any) -> Any:
+        """The slots of the sliding pool that go with these of the full one; 0 where they were given back already."""
+        return None if self._mapping_of is None else self._mapping_of.full_to_swa_index_mapping[value]
+
+    def _path(self, node: Any) -> Iterator[Any]:
+        root = self._tree.root_node
+        while node is not None and node is not root:
+            yield node
+            node = node.parent
+
+    def _adopt(self) -> None:
+        evictable = [node.value for node in self._nodes() if node.lock_ref == 0 and node.value is not None]
+        for number, (allocator, pool) in enumerate(zip(self._allocators, self.pools, strict=True)):
+            values = evictable if number == 0 else [self._sliding(value) for value in evictable]
+            cached = [pool.pages_of(as_numbers(value.cpu())) for value in values]
+            pool.adopt(as_numbers(allocator.get_all_free_pages().cpu()), _joined(cached))
+            pool.publish(0, 0, 0)
+
+    def _nodes(self) -> Iterator[Any]:
+        stack = list(self._tree.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+
+def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _page_bytes(allocator: Any, tokens: int) -> int:
+    """Bytes of a page over all layers of this rank, where the KV pool tells; else 1, since a map needs a size."""
+    pool = getattr(allocator, "_kvcache", None)
+    size = getattr(pool, "get_kv_size_bytes", None)
+    if not callable(size):
+        return 1
+    found = size()
+    whole = sum(found) if isinstance(found, tuple) else found
+    return max(1, int(whole) * tokens // (int(allocator.size) + tokens))

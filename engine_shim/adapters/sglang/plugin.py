@@ -1,0 +1,124 @@
+"""The entry point that SGLang calls in each of its processes, which does nothing unless the operator asked for it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine_shim.adapters.opening import disabled
+from engine_shim.adapters.sglang.attachment import Attachment
+from engine_shim.adapters.sglang.indices import Copier, copy_out
+from engine_shim.adapters.sglang.shape import SUPPORTED, examine
+
+log = logging.getLogger("kvatlas.shim")
+
+SWITCH = "KVATLAS_SGLANG"
+
+_MARK = "__kvatlas__"
+_attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+def register() -> None:
+    """Watch each radix cache that is made from now on, with KVATLAS_SGLANG=1. Idempotent; never raises."""
+    try:
+        if os.environ.get(SWITCH) != "1" or disabled(os.environ):
+            return
+        from sglang.srt.mem_cache.radix_cache import RadixCache
+
+        if not hasattr(RadixCache.__init__, _MARK):
+            RadixCache.__init__ = _watching(RadixCache.__init__)
+            atexit.register(_close_maps)
+    except Exception as error:  # noqa: BLE001 - the server must start whatever befalls us
+        _give_up(repr(error))
+
+
+def attachments() -> tuple[Attachment, ...]:
+    """The radix caches of this process that are watched now."""
+    return tuple(one for one in _attachments if not one.reason)
+
+
+def turn_off(reason: str = "turned off") -> int:
+    """Stop watching every cache of this process at its next step; how many those are. From any thread."""
+    watched = attachments()
+    for one in watched:
+        one.turn_off(reason)
+    return len(watched)
+
+
+def attach(tree: Any, environment: Mapping[str, str] = os.environ, *, copier: Copier = copy_out) -> Attachment | None:
+    """Watch one radix cache; None, and one log line, where that cannot be. Never raises."""
+    one: Attachment | None = None
+    try:
+        if disabled(environment) or getattr(tree, "disable", False):
+            return None
+        version = _version()
+        if problems := examine(tree):
+            _give_up("; ".join(problems), version=version)
+            return None
+        one = Attachment(tree, version, environment, copier)
+        one.attach()
+        if one.reason:  # no map: what opened it has said why
+            return None
+        _attachments.add(one)
+        _watch_steps()
+    except Exception as error:  # noqa: BLE001 - SGLang must start whatever befalls us
+        _give_up(repr(error))
+        if one is not None:
+            one.stop(repr(error))
+        return None
+    if version != SUPPORTED:
+        log.warning("SGLang %s is watched; what it does was tested with %s", version, SUPPORTED)
+    return one
+
+
+def _watching(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        attach(self)
+
+    setattr(construct, _MARK, True)
+    return construct
+
+
+def _watch_steps() -> None:
+    """Hear of the scheduler's steps, where there is a scheduler: its module is loaded wherever one is made."""
+    scheduler_class = getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
+    stock = getattr(scheduler_class, "process_batch_result", None)
+    if scheduler_class is None or stock is None or hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock)
+    def process_batch_result(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        for one in attachments():
+            try:
+                one.step(len(self.running_batch.reqs), len(self.waiting_queue))
+            except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+                one.fault(error)
+        return result
+
+    setattr(process_batch_result, _MARK, True)
+    scheduler_class.process_batch_result = process_batch_result
+
+
+def _close_maps() -> None:
+    for one in attachments():
+        one.stop("the process ended")
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("sglang"), "__version__", "unknown"))
+
+
+def _give_up(reason: str, *, version: str = "") -> None:
+    log.warning(
+        "SGLang%s is not watched, and goes on: %s (tested with SGLang %s)",
+        f" {version}" if version else "", reason, SUPPORTED,
+    )  # fmt: skip
