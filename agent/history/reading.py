@@ -71,6 +71,7 @@ class HistoryReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._turns = threading.BoundedSemaphore(MAX_AT_ONCE)
+        self._last: tuple[_FrameRow, States] | None = None  # whoever goes on in its chain need not begin anew
 
     def pools(self) -> tuple[str, ...]:
         """Every pool that something is kept of, by name."""
@@ -100,7 +101,7 @@ class HistoryReader:
         with self._open() as connection:
             if (id := _pool(connection, pool)) is None:
                 return None
-            best: tuple[int, int, int, int, str, int] | None = None
+            best: _FrameRow | None = None
             for tier in FRAME_TIERS:
                 row = connection.execute(
                     "SELECT time_ms, id, head, tier, incarnation, sequence FROM frames"
@@ -112,17 +113,24 @@ class HistoryReader:
             if best is None:
                 return None
             time_ms, frame, head, step, incarnation, sequence = best
+            known = self._last
+            if known is not None and not (
+                known[0][2] == head and known[0][1] <= frame and _row(connection, known[0][1]) == known[0]
+            ):
+                known = None
             chain = connection.execute(
-                "SELECT data FROM frames WHERE head = ? AND id <= ? ORDER BY id", (head, frame)
+                "SELECT data FROM frames WHERE head = ? AND id > ? AND id <= ? ORDER BY id",
+                (head, known[0][1] if known is not None else 0, frame),
             ).fetchall()
             first, last = self._ends(connection, id)
             previous = _near(connection, id, "max", "<", time_ms)
             following = _near(connection, id, "min", ">", time_ms)
-        states: States | None = None
+        states: States | None = known[1] if known is not None else None
         for (data,) in chain:
             states = decode_frame(data, states)
         if states is None:
             return None  # it expired between the two questions
+        self._last = (best, states)
         return KeptFrame(
             time_unix=time_ms / 1000,
             resolution_seconds=step,
@@ -228,6 +236,17 @@ class HistoryReader:
         except (OSError, sqlite3.Error) as error:
             raise unusable(error) from error
         return connection
+
+
+_FrameRow = tuple[int, int, int, int, str, int]
+"""time_ms, id, head, tier, incarnation and sequence of a frame."""
+
+
+def _row(connection: sqlite3.Connection, frame: int) -> _FrameRow | None:
+    """As it stands in the file, which may be another one than last time."""
+    query = "SELECT time_ms, id, head, tier, incarnation, sequence FROM frames WHERE id = ?"
+    row: _FrameRow | None = connection.execute(query, (frame,)).fetchone()
+    return row
 
 
 def _pool(connection: sqlite3.Connection, name: str) -> int | None:

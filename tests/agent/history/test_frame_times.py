@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.history.database import Frame, Mark
+from agent.history.reading import HistoryReader
 from agent.web.history_routes import thin_out
 
 Make = Callable[..., Any]
@@ -44,6 +45,41 @@ def test_every_instant_that_is_listed_has_its_own_frame(make_past: Make) -> None
     some = past.reader.frame_times(POOL, float(listed[40]), float(listed[50]))
     assert some.tolist() == listed[40:51].tolist()
     assert past.reader.frame_times("nobody", 0, past.now).size == 0
+
+
+def test_one_who_goes_on_from_frame_to_frame_sees_what_one_who_asks_for_one_sees(make_past: Make) -> None:
+    """Forward, back and forth, and after the file was replaced by one with the same numbers and other blocks."""
+    past = make_past()
+    rng = np.random.default_rng(5)
+
+    def write(into: Any, incarnation: str) -> dict[float, bytes]:
+        kept = {}
+        for second in range(130):
+            states = rng.integers(0, 3, 200).astype(np.uint8)
+            into.writer.put(Frame(POOL, into.after(1), incarnation, 2 * second, states))
+            kept[into.now] = states.tobytes()
+        into.write()
+        return kept
+
+    def seen(reader: HistoryReader, at: float) -> bytes:
+        frame = reader.frame_at(POOL, at)
+        assert frame is not None
+        assert frame.time_unix == at
+        return frame.states.tobytes()
+
+    began, kept = past.now, write(past, "a")
+    times = sorted(kept)
+    for at in (*times, *times[::-7], *rng.permutation(times)[:40].tolist()):
+        assert seen(past.reader, at) == kept[at]
+    last = times[-1]
+    assert seen(past.reader, last) == kept[last]
+    past.end()
+    for path in past.writer.path.parent.glob("history.sqlite*"):
+        path.unlink()
+    again = make_past(past.writer.path.parent, start_unix=began)
+    replaced = write(again, "b")
+    assert sorted(replaced) == times
+    assert seen(past.reader, last) == replaced[last] != kept[last]
 
 
 def test_decisions_to_do_nothing_can_be_left_out(make_past: Make) -> None:
