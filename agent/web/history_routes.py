@@ -124,8 +124,9 @@ def add_history(
         if start > end:
             raise ApiError(400, "bad_request", f"from={start} is after to={end}", "give a range that ends later")
         try:
-            times = await run_in_threadpool(reader.frame_times, id, start, end)
-            ends = await run_in_threadpool(reader.frame_range, id)
+            times, ends = await run_in_threadpool(
+                lambda: (reader.frame_times(id, start, end), reader.frame_range(id))  # in one turn of one thread
+            )
         except DatabaseUnusable as error:
             raise _unreadable(error) from error
         step, chosen = thin_out(times, start, end, limit)
