@@ -12,6 +12,9 @@ from importlib import resources
 from pathlib import Path
 
 import numpy as np
+
+# Plotly uses it where it finds it loaded, and fails where another page is half-way through loading it for a table.
+import pandas  # noqa: F401
 import plotly
 import plotly.graph_objects as go
 import streamlit as st

@@ -154,6 +154,16 @@ def test_memory_stays_flat_over_many_refreshes(watched: tuple[str, list[Any]]) -
     assert usual < KEPT_BYTES / 2 < with_a_leak, f"bytes held a refresh: {usual:.0f}, with a leak {with_a_leak:.0f}"
 
 
+def test_no_table_loads_pandas_while_a_figure_is_drawn() -> None:
+    """Plotly takes it from `sys.modules`, half loaded or not."""
+    check = "import sys, {}; sys.exit('pandas' not in sys.modules)"
+    for module, loaded in (("dashboard.figure_component", True), ("plotly.graph_objects", False)):
+        ran = subprocess.run(
+            [sys.executable, "-c", check.format(module)], capture_output=True, timeout=300, check=False
+        )
+        assert (ran.returncode == 0) == loaded, module
+
+
 def test_the_script_of_the_charts_is_our_own_copy() -> None:
     assert (figure_component.PLOTLY_FOLDER / "plotly.min.js").is_file()
     assert figure_component.PLOTLY_URL == "component/dashboard.figure_component.plotly/plotly.min.js"
