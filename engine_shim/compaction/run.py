@@ -226,8 +226,9 @@ class CompactionRun:
             count = self._chunk_size(deadline - self._clock(), first)
             if count == 0 or self._hopeless():
                 return
-            first = False
-            self._move_next(count)
+            first = not self._move_next(count) and first
+            if first and self._clock() >= deadline - self._settings.max_step_seconds / 2:
+                return  # all were dropped so far, and too little time is left for a chunk that is made in any case
 
     def _stopped(self) -> bool:
         """End the run where somebody or its time says so."""
@@ -299,21 +300,25 @@ class CompactionRun:
         most = min(settings.max_chunk_moves, max(1, settings.max_chunk_bytes // max(1, self._mover.block_bytes)))
         return min(most, max(int(first), self._costs.fitting(seconds_left, first)))
 
-    def _move_next(self, count: int) -> None:
+    def _move_next(self, count: int) -> int:
+        """Try the next moves; returns how many of them were made."""
         task = self._task
         if task is None:
             raise RuntimeError("moving without a plan")
         rows = np.arange(self._next, min(self._next + count, len(task.plan.moves)))
         self._next += rows.size
         began = self._clock()
-        self._move(task.plan.moves[rows], task.planned.of(rows))
-        self._costs.took(self._clock() - began, rows.size)
+        made = self._move(task.plan.moves[rows], task.planned.of(rows))
+        if made:  # moves that are dropped cost next to nothing, and would make all others seem so
+            self._costs.took(self._clock() - began, made)
+        return made
 
-    def _move(self, moves: Moves, planned: BlockFacts) -> None:
+    def _move(self, moves: Moves, planned: BlockFacts) -> int:
+        """Make those of the moves that may still be made; returns how many those are."""
         mover = self._mover
         kept, before = self._validate(moves, planned)
         if not len(kept):
-            return
+            return 0
         sources, destinations = kept[:, 0], kept[:, 1]
         digests = mover.digests(sources) if self._settings.verify else ()
         reserved = False
@@ -337,6 +342,7 @@ class CompactionRun:
             raise _CheckFailed(self._give_up(kept, f"moved blocks cannot be checked: {error!r}")) from error
         if problem:
             raise _CheckFailed(self._give_up(kept, problem))
+        return len(kept)
 
     def _validate(self, moves: Moves, planned: BlockFacts) -> tuple[Moves, BlockFacts]:
         """The moves that may still be made, and the facts of their sources; the others are counted by reason."""

@@ -38,7 +38,7 @@ class BlockCopier:
         self._rows = rows.view(torch.int64) if self._block_bytes % 8 == 0 else rows
         self._max_bytes = max_bytes
         self._written = np.zeros(len(blocks), np.bool_)
-        self._items = np.empty(0, np.void)
+        self._items = self._room = np.empty(0, np.void)
         if memory is not None:
             self._items = np.frombuffer(memory, np.dtype((np.void, self._block_bytes)), len(blocks))
 
@@ -56,12 +56,17 @@ class BlockCopier:
             _copy_runs(self._memory, self._block_bytes, sources, destinations)
 
     def save(self, blocks: Blocks) -> Saved:
-        """The contents of blocks, copied out. Takes as many bytes as the blocks have."""
+        """The contents of blocks, copied out: on the host, into memory that is kept, and theirs until the next call.
+        Takes as many bytes as the blocks have."""
         if not len(blocks):
             return None
         if self._memory is None:
             return self._rows.index_select(0, self._index(blocks))
-        return self._items.take(blocks)
+        if len(self._room) < len(blocks):  # fresh memory for each would cost more, in page faults, than the copies do
+            self._room = np.empty(len(blocks), self._items.dtype)
+        room = self._room[: len(blocks)]
+        self._items.take(blocks, out=room, mode="clip")  # the mode that copies straight to `out`
+        return room
 
     def restore(self, saved: Saved, blocks: Blocks) -> None:
         """Write saved contents to blocks, in the order in which they were saved."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine_shim.compaction.compactor import Compactor
 from engine_shim.compaction.mover import BlockFacts, Moves, MoveSwitch
+from engine_shim.compaction.planning import plan_moves
 from engine_shim.compaction.report import CompactionReport, Outcome
 from engine_shim.compaction.run import CompactionRun, Phase, RunSettings
 from engine_shim.compaction.time_share import MAX_TIME_SHARE
@@ -386,6 +387,17 @@ def test_later_runs_begin_with_chunks_that_fit() -> None:
         assert report.moved_blocks == 8
         chunks.append(report.chunks)
     assert chunks == [4, 1]  # 1, 2, 4 and the last; then all at once
+
+
+def test_moves_that_are_dropped_do_not_make_others_seem_free() -> None:
+    memory = scattered(blocks=600)
+    sources = plan_moves(memory.columns().states).moves[:, 0].tolist()
+    assert len(sources) > 100
+    memory.vetoed = set(sources[:60])
+    report = run_to_end(make_run(memory), memory)
+    assert report.dropped["engine_refused"] == 60
+    assert report.moved_blocks > 40
+    assert report.longest_stall_seconds <= 0.002 + 1e-9
 
 
 def refill(memory: Memory, run: CompactionRun, count: int) -> None:
