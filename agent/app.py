@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import logging
-import signal
-import socket
 import sys
 import threading
 from dataclasses import replace
-from types import FrameType
 
 import numpy.ma  # noqa: F401 - np.median loads it at its first call, which in a running agent looks like a leak
-import uvicorn
 
 from agent.alerting.families import alert_families
 from agent.alerting.service import Alerting
@@ -36,20 +31,13 @@ from agent.log import EventLog, configure_logging
 from agent.sampling.model import Clock
 from agent.sampling.sampler import Sampler
 from agent.web.api import ApiContext, create_app
-from agent.web.connections import ACCEPTED_AT_ONCE, BACKLOG, BoundedServer, bounded_protocol
 from agent.web.gate import ACTION as REQUEST
 from agent.web.gate import Gate, gate_families
+from agent.web.listening import SHUTDOWN_SECONDS, address_of, bind, end_on_signal, make_server
 from agent.web.security import SHORT_TOKEN, WriteGuard, is_loopback
 from engine_shim import __version__
 from engine_shim.allocation_map.folders import map_folders
 from engine_shim.allocation_map.reader import MapReader
-from engine_shim.errors import KvatlasError, SettingsError
-
-SHUTDOWN_SECONDS = 3
-
-
-class AgentStartError(KvatlasError):
-    """The agent cannot serve; the text says why and what to do."""
 
 
 def run_agent(settings: AgentSettings) -> None:
@@ -59,7 +47,7 @@ def run_agent(settings: AgentSettings) -> None:
     token = settings.read_token()
     listener = bind(settings)
     shares = share_out(raise_limit())
-    address = _name(listener)
+    address = address_of(listener)
     guard = WriteGuard(token=token, listens_on_loopback=is_loopback(settings.address[0]))
     clock = Clock()
     memory = MemoryHistory(seconds=settings.history_seconds, interval_seconds=settings.interval_seconds)
@@ -144,34 +132,14 @@ def run_agent(settings: AgentSettings) -> None:
         gate=gate,
         boxes=BoxReader(boxes.folder) if boxes is not None else None,
     )
-    server = BoundedServer(
-        uvicorn.Config(
-            create_app(context),
-            loop="asyncio",
-            http=bounded_protocol(shares.connections),
-            backlog=ACCEPTED_AT_ONCE,
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-        )
-    )
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        server.should_exit = True
-
+    server = make_server(create_app(context), most=shares.connections)
     # The sampler computes while the server answers: an answer should wait for it a millisecond, not five.
     sys.setswitchinterval(0.001)
     # What is loaded now stays; a collection need not look at it each time that a scrape makes many small objects.
     gc.collect()
     gc.freeze()
 
-    # The server raises the signal that ended it once more after its shutdown; this makes the process end with 0.
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGINT, leave)
+    end_on_signal(server)
     log.event(
         "listening", address=address, version=__version__, writes_enabled=guard.enabled, compaction=settings.compaction
     )
@@ -213,39 +181,3 @@ def run_agent(settings: AgentSettings) -> None:
             sampler.close()
         listener.close()
         log.event("stopped")
-
-
-def bind(settings: AgentSettings) -> socket.socket:
-    """The listening socket. Raises SettingsError where there is no such address, AgentStartError where it is not to
-    be had."""
-    host, port = settings.address
-    try:
-        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a part of a name is too long, or empty
-        reason = error.strerror if isinstance(error, OSError) else "not a host name"
-        raise SettingsError(
-            f"listen={settings.listen}: no such host ({reason}); give an address of this machine"
-        ) from error
-    # The protocol is named because asyncio sets TCP_NODELAY only where it is: without that, each answer on a connection
-    # that is kept alive waits 40 ms for the client's delayed acknowledgement.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            what = (
-                f"port {port} of {host} is in use; stop what listens there, or choose another with --listen HOST:PORT"
-            )
-            raise AgentStartError(what) from error
-        raise AgentStartError(
-            f"listen={settings.listen}: {error.strerror}; choose another with --listen HOST:PORT"
-        ) from error
-    return listener
-
-
-def _name(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-import signal
-from types import FrameType
 
-import uvicorn
-
-from agent.app import SHUTDOWN_SECONDS, bind
 from agent.config import AgentSettings
 from agent.descriptors import raise_limit, share_out
 from agent.log import EventLog, configure_logging
 from agent.recording.player import Player
 from agent.recording.reading import Recording
 from agent.sampling.model import NANOSECONDS
-from agent.web.connections import ACCEPTED_AT_ONCE, BoundedServer, bounded_protocol
+from agent.web.listening import address_of, bind, end_on_signal, make_server
 from agent.web.security import WriteGuard, is_loopback
 
 
@@ -31,32 +26,12 @@ def run_replay(
     try:
         guard = WriteGuard(token=token, listens_on_loopback=is_loopback(settings.address[0]))
         player = Player(recording, settings, guard, start_ns=start_ns, speed=speed, paused=paused)
-        server = BoundedServer(
-            uvicorn.Config(
-                player,
-                loop="asyncio",
-                http=bounded_protocol(share_out(raise_limit()).connections),
-                backlog=ACCEPTED_AT_ONCE,
-                ws="none",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            )
-        )
-
-        def leave(number: int, frame: FrameType | None) -> None:
-            server.should_exit = True
-
-        signal.signal(signal.SIGTERM, leave)
-        signal.signal(signal.SIGINT, leave)
-        host, port = listener.getsockname()[:2]
+        server = make_server(player, most=share_out(raise_limit()).connections)
+        end_on_signal(server)
         status = player.status()
         log.event(
             "replaying",
-            address=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+            address=address_of(listener),
             file=str(recording.path),
             engine=recording.header.id,
             seconds=round((recording.end_ns - recording.start_ns) / NANOSECONDS, 3),
