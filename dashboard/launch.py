@@ -28,7 +28,8 @@ def streamlit_command(
     """
     host, port = split_address(listen)
     # -P keeps the current folder off the module path: a stray agent.py there must not become our agent package.
-    command = [sys.executable, "-P", "-m", "streamlit", "run", str(resources.files("dashboard").joinpath("app.py"))]
+    page = str(resources.files("dashboard").joinpath("app.py"))
+    command = [sys.executable, "-P", "-m", "dashboard.streamlit_server", "run", page]
     for option, value in _options(host, port, base_path).items():
         command.append(f"--{option}={value}")
     child = dict(os.environ if environment is None else environment)

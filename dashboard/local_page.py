@@ -22,11 +22,18 @@ def is_local(server_address: str | None, headers: Mapping[str, str]) -> bool:
     """Does the server listen on loopback, and did the browser ask it there, with no proxy between?
 
     The name that the browser asked for must be loopback's: another name may lead here by a DNS that somebody else runs.
+    An origin must be this page's: Streamlit lets in those of this machine's other ports too, whatever is served there.
     """
     given = {name.lower(): value for name, value in headers.items()}
     if server_address not in LOOPBACK or any(name in given for name in PROXIED):
         return False
-    return urlsplit(f"//{given.get('host', '')}").hostname in LOOPBACK
+    host, origin = given.get("host", ""), given.get("origin")
+    if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
+        return False
+    try:
+        return urlsplit(f"//{host}").hostname in LOOPBACK
+    except ValueError:
+        return False
 
 
 def goes_without_token(agent: AgentStatus, client: AgentClient) -> bool:

@@ -17,6 +17,7 @@ PATIENCE_SECONDS = 60.0
 @pytest.mark.parametrize("host", ["localhost:8501", "127.0.0.1:8501", "[::1]:8501", "localhost"])
 def test_a_page_of_this_machine_is_local(host: str) -> None:
     assert is_local("127.0.0.1", {"Host": host})
+    assert is_local("127.0.0.1", {"Host": host, "Origin": f"http://{host}"})
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,11 @@ def test_a_page_of_this_machine_is_local(host: str) -> None:
         ("127.0.0.1", {"Host": "localhost:8501", "X-Forwarded-For": "10.0.0.1"}),
         ("127.0.0.1", {"host": "localhost:8501", "forwarded": "for=10.0.0.1"}),
         ("127.0.0.1", {}),
+        ("127.0.0.1", {"Host": "localhost:8501", "Origin": "http://localhost:3000"}),  # another server's page
+        ("127.0.0.1", {"Host": "127.0.0.1:8501", "Origin": "http://localhost:8501"}),
+        ("127.0.0.1", {"Host": "localhost:8501", "Origin": "null"}),
+        ("127.0.0.1", {"Host": "localhost:8501", "Origin": ""}),
+        ("127.0.0.1", {"Host": "[::1", "Origin": "http://[::1"}),
     ],
 )
 def test_any_other_page_is_not(address: str | None, headers: dict[str, str]) -> None:

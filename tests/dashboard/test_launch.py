@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from streamlit import net_util
+from streamlit.web import cli
+from streamlit.web.server import server_util
 
+from dashboard import streamlit_server
 from dashboard.launch import split_address, streamlit_command
 from dashboard.source import Source
 
 
 def test_command_keeps_to_itself() -> None:
     command, environment = streamlit_command("127.0.0.1:8600", "http://127.0.0.1:1", environment={"HOME": "/h"})
-    assert command[1:5] == ["-P", "-m", "streamlit", "run"]
+    assert command[1:5] == ["-P", "-m", "dashboard.streamlit_server", "run"]
     assert Path(command[5]).is_file()
     assert {
         "--server.address=127.0.0.1",
@@ -25,6 +29,25 @@ def test_command_keeps_to_itself() -> None:
     } <= set(command)
     assert not any("baseUrlPath" in part for part in command)
     assert environment == {"HOME": "/h", "KVATLAS_AGENT_URL": "http://127.0.0.1:1"}
+
+
+def test_an_origin_of_elsewhere_is_refused_without_asking_the_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def outside(url: str, *_: object, **__: object) -> None:
+        asked.append(url)
+
+    def let_in(**_: object) -> None:
+        assert not server_util.is_url_from_allowed_origins("http://kv.example")
+
+    monkeypatch.setattr(net_util, "_make_blocking_http_get", outside)
+    monkeypatch.setattr(net_util, "get_external_ip", net_util.get_external_ip)  # is put back afterwards
+    let_in()
+    assert asked  # by Streamlit itself
+    asked.clear()
+    monkeypatch.setattr(cli, "main", let_in)
+    streamlit_server.main()
+    assert asked == []
 
 
 def test_base_path_has_no_slashes_around_it() -> None:
