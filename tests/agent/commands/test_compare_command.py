@@ -80,7 +80,7 @@ def test_a_plot_without_plotly_is_refused_before_anything_is_simulated(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--plot", "plot.html"], "error: --plot draws a comparison; add --compare"),
+        (["--plot", "plot.html"], "error: --plot draws a comparison, or hits against sizes; add --compare or --sizes"),
         (["--compare", "--plot", "/nowhere/plot.html"], "error: the plot cannot be written to /nowhere/plot.html"),
     ],
 )
