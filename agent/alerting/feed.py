@@ -96,7 +96,8 @@ class PoolFeed:
         for id in [id for id in self._memory if id not in view.samples]:
             del self._memory[id]
         told: set[tuple[str, ...]] = set()
-        for id, sample in view.samples.items():
+        # A copy of a map, whose writer is nowhere, must not speak for the engine that is there.
+        for id, sample in sorted(view.samples.items(), key=lambda item: item[1].state == "gone"):
             identity = sample.identity
             values = (identity.engine_id, identity.model, identity.pool, sample.rank)
             if values in told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,22 @@ def test_an_engine_that_is_gone_for_good_leaves_no_alert_open(scene: MakeScene) 
     assert all(
         reason.startswith("nothing is read of it, and nothing is known of it for ") for reason in reasons.values()
     )
+    served.closed = False
+
+
+def test_a_copy_of_a_map_does_not_speak_for_the_engine(scene: MakeScene) -> None:
+    """As one is made for a bug report, in the same folder and under a name that comes first."""
+    here = scene()
+    served = here.engine()
+    here.tick(3)
+    copy = served.path.with_name(f"a-copy-of-{served.path.name}")
+    shutil.copyfile(served.path, copy)
+    here.tick(5)
+    assert here.view.samples[copy.name.removesuffix(".kvmap")].state == "gone"
+    assert here.open == {}
+    assert here.numbers()[served.id]["engine_gone"] == 0.0
+    served.closed = True  # killed: now both are gone
+    here.fires("engine-gone", most=3)
     served.closed = False
 
 
