@@ -1,16 +1,17 @@
 """Judges what a soak saw: each line a value beside its bar. Pure; the record is plain JSON, times are its seconds.
 
 Record: `seconds`; `faults` [{name, engine, began, ended}], `engine` "" where all are meant; `samples` {engine:
-times of the agent's history}; `told` [{at, rule, engine, fingerprint, starts, firings, status}] as the webhook took
-them; `expected` [{rules, engine, began}] that a fault must have been told as; `slack` {messages, refused, firings};
-`kills` [{at, kept}], the agent's, with the last sample before each that a new start still knew; `asked` [{at,
-route}] changes that the agent answered, `audit` [{at, route}]; `usage` {process: [[at, bytes, descriptors, threads,
-CPU seconds]]}; `pages` {view: console errors}; `engines` {name: {waited_ms, longest_ms, steps, died}}; `surprises`
-[text]; `scrapes` [[at, status, milliseconds]].
+times of the agent's history}; `told` [{at, rule, engine, fingerprint, starts, firings, status, summary}] as the
+webhook took them; `expected` [{rules, engine, began}] that a fault must have been told as; `slack` {texts,
+refused}; `kills` [{at, kept}], the agent's, with the last sample before each that a new start still knew; `asked`
+[{at, route}] changes that the agent answered, `audit` [{at, route}]; `usage` {process: [[at, bytes, descriptors,
+threads, CPU seconds]]}; `pages` {view: console errors}; `engines` {name: {waited_ms, longest_ms, steps, died}};
+`surprises` [text]; `scrapes` [[at, status, milliseconds]].
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,13 +111,20 @@ def _alerts(record: Mapping[str, Any]) -> Iterable[Line]:
         "firings left without a resolve", f"{len(left)} of {episodes}" + _named(left), "0", bool(told) and not left
     )
     slack = record["slack"]
-    lost = max(0, episodes - slack["firings"])
+    texts = [_without_values(text) for text in slack["texts"]]
+    summaries = {_without_values(alert["summary"]) for alert in told}
+    lost = sorted(one for one in summaries if not any(one in text for text in texts))
     yield Line(
-        "firings that Slack missed; messages it refused",
-        f"{lost}; {slack['refused']} of {slack['messages']}",
+        "alerts that Slack has no message of; messages it refused",
+        f"{len(lost)} of {len(summaries)}; {slack['refused']} of {len(texts)}" + _named(lost),
         "0; 0",
-        lost == slack["refused"] == 0 < slack["messages"],
+        not lost and not slack["refused"] and bool(texts),
     )
+
+
+def _without_values(text: str) -> str:
+    """What differs between two messages of one alert: numbers that stand alone or carry a unit, not those of names."""
+    return re.sub(r"(?<![\w.-])[\d.,]+(?![\w-])", "#", text)
 
 
 def _gaps(record: Mapping[str, Any]) -> Line:

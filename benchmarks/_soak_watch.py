@@ -163,8 +163,8 @@ class Pages:
             for view in self._views:
                 page = browser.new_page(viewport={"width": 1280, "height": 900})
                 errors = self.errors[view] = []
-                page.on("console", lambda message, into=errors: _keep(into, message))
-                page.on("pageerror", lambda error, into=errors: into.append(str(error)))
+                page.on("console", lambda message, into=errors: self._keep(into, message))
+                page.on("pageerror", lambda error, into=errors: self._note(into, str(error)))
                 page.goto(f"http://127.0.0.1:{self._world.dashboard_port}/?view={view}", timeout=120_000)
                 page.locator(f".st-key-view_{view}").wait_for(timeout=120_000)
                 pages.append(page)
@@ -173,10 +173,12 @@ class Pages:
                 pages[0].wait_for_timeout(500)
             for view, page in zip(self._views, pages, strict=True):
                 if not page.locator(f".st-key-view_{view}").is_visible():
-                    self.errors[view].append("the view is not there any more")
+                    self._note(self.errors[view], "the view is not there any more")
             browser.close()
 
+    def _keep(self, errors: list[str], message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self._note(errors, message.text)
 
-def _keep(errors: list[str], message: ConsoleMessage) -> None:
-    if message.type == "error":
-        errors.append(message.text)
+    def _note(self, errors: list[str], text: str) -> None:
+        errors.append(f"{self._world.clock.now():.0f} s {text[:300]}")

@@ -21,7 +21,6 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent
-POOL_ENGINE = ROOT / "tests" / "agent" / "pool_engine.py"
 PATIENCE_SECONDS = 60.0
 AGENT_SETTINGS = {
     "KVATLAS_STATE_MAX_MIB": "128",
@@ -223,7 +222,7 @@ def counted_engine(folder: Path, number: int, blocks: int, rate: float) -> list[
 def moving_engine(folder: Path, name: str, seed: int) -> list[str]:
     """A pool whose blocks are moved, each of them followed by what it must hold."""
     options = {"folder": str(folder), "engine_id": name, "policy": "vllm", "blocks": 4096, "churn": 20, "seed": seed}
-    return [sys.executable, str(POOL_ENGINE), json.dumps(options)]
+    return [sys.executable, str(HERE / "_soak_mover.py"), json.dumps(options)]
 
 
 def reference_engine(folder: Path, name: str) -> list[str]:

@@ -20,6 +20,7 @@ Record = dict[str, Any]
 def record() -> Record:
     """What a soak without a finding writes down: one engine killed, one agent killed."""
     alert = {"rule": "engine-gone", "engine": "engine-2", "fingerprint": "f", "starts": "s"}
+    alert |= {"summary": "Pool kv of engine-2 is 96 % full"}
     usage = [[t, 90e6 + 1e5 * math.sin(t), 30 + t % 2, 20, 0.05 * t] for t in map(float, range(0, 300, 2))]
     return {
         "seconds": SECONDS,
@@ -34,7 +35,7 @@ def record() -> Record:
             {**alert, "at": 22.0, "firings": 1, "status": "firing"},
             {**alert, "at": 40.0, "firings": 0, "status": "resolved"},
         ],
-        "slack": {"messages": 2, "refused": 0, "firings": 1},
+        "slack": {"texts": ["WARNING: Pool kv of engine-2 is 97 % full", "RESOLVED"], "refused": 0},
         "samples": {
             "engine-1": [t for t in map(float, range(300)) if not 50 < t < 56],
             "engine-2": [t for t in map(float, range(300)) if not (20 < t < 34 or 50 < t < 56)],
@@ -66,8 +67,12 @@ DOCTORED: dict[str, tuple[str, Callable[[Record], object]]] = {
     "told far too late": ("alerts of faults told", lambda r: [one.update(at=one["at"] + 200) for one in r["told"]]),
     "no fault at all": ("alerts of faults told", lambda r: r["expected"].clear()),
     "a firing that never ends": ("firings left without a resolve", lambda r: r["told"].pop()),
-    "a firing that Slack never had": ("firings that Slack missed", lambda r: r["slack"].update(firings=0)),
-    "a message that Slack refused": ("firings that Slack missed", lambda r: r["slack"].update(refused=1)),
+    "an alert that Slack never had": ("alerts that Slack", lambda r: r["slack"]["texts"].pop(0)),
+    "an alert of another engine at Slack": (
+        "alerts that Slack",
+        lambda r: r["slack"].update(texts=["WARNING: Pool kv of engine-3 is 97 % full"]),
+    ),
+    "a message that Slack refused": ("alerts that Slack", lambda r: r["slack"].update(refused=1)),
     "a gap beside every fault": (
         "gaps over",
         lambda r: r["samples"].update({"engine-1": [1.0 * t for t in range(200)]}),
