@@ -38,7 +38,7 @@ from agent.web.plan_routes import add_planning
 from agent.web.profile import add_profile
 from agent.web.replay_routes import Plays, add_replay
 from agent.web.request_page import RequestQuery, request_page
-from agent.web.security import WriteGuard
+from agent.web.security import WriteGuard, is_proxied
 
 MAX_CELLS = 4096
 MAX_BLOCKS_PER_PAGE = 4096
@@ -114,7 +114,9 @@ def require_writer(context: ApiContext) -> Callable[[Request], Awaitable[None]]:
     async def check(request: Request) -> None:
         peer = request.client.host if request.client else None
         headers = request.headers
-        access = context.guard.check(headers.get("authorization"), peer, headers.get("origin"))
+        access = context.guard.check(
+            headers.get("authorization"), peer, headers.get("origin"), proxied=is_proxied(headers)
+        )
         if not access.allowed:
             status = 403 if context.guard.token is None else 401
             raise ApiError(status, "forbidden" if status == 403 else "unauthorized", access.message, access.action)

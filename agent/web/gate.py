@@ -22,7 +22,7 @@ from agent.compaction.audit import Access, Asker, AuditEntry, AuditLog
 from agent.log import EventLog
 from agent.web.audit_queue import AuditQueue
 from agent.web.errors import json_response
-from agent.web.security import WriteGuard
+from agent.web.security import WriteGuard, is_proxied
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ACTION = "request"  # of an audit entry; what came of a compaction has entries of its own
@@ -101,7 +101,9 @@ class Gate:
         wait = self._refusals.wait_seconds(peer) or self._changes.wait_seconds(peer)
         if wait > 0.0:
             return self._limited(wait)
-        access = self.guard.check(headers.get("authorization"), address, headers.get("origin"))
+        access = self.guard.check(
+            headers.get("authorization"), address, headers.get("origin"), proxied=is_proxied(headers)
+        )
         if access.allowed:
             self._changes.take(peer)
             return None

@@ -67,6 +67,7 @@ def make_server(app: ASGIApp, *, most: int) -> BoundedServer:
             http=bounded_protocol(most),
             backlog=ACCEPTED_AT_ONCE,
             ws="none",
+            proxy_headers=False,  # who asks is who is connected: whoever is may write any address into a header
             lifespan="off",
             access_log=False,
             log_config=None,

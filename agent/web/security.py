@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -17,6 +18,7 @@ class Access:
     action: str = ""
 
 
+PROXIED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
 SHORT_TOKEN = 16  # characters; fewer can be guessed, whatever is limited
 
 
@@ -32,14 +34,23 @@ class WriteGuard:
         """Can any request that changes something be allowed?"""
         return self.token is not None or self.listens_on_loopback
 
-    def check(self, authorization: str | None, peer: str | None, origin: str | None = None) -> Access:
-        """`authorization` and `origin` are those headers, `peer` the address at the other end; None where absent."""
+    def check(
+        self, authorization: str | None, peer: str | None, origin: str | None = None, *, proxied: bool = False
+    ) -> Access:
+        """`authorization` and `origin` are those headers, `peer` the address at the other end; None where absent.
+
+        `proxied`: a proxy says that it stands between, so that the peer is not who asks.
+        """
         if self.token is None:
             if origin is not None:
                 # Any page that a browser on this machine shows can reach loopback; none of them knows a token.
                 return Access(
                     False, f"a web page ({origin}) may not change things without a token", "set KVATLAS_TOKEN"
                 )
+            if proxied:
+                # Whoever it lets in would be this machine; one that adds no header cannot be told.
+                what = "what comes through a proxy may not change things without a token"
+                return Access(False, what, "set KVATLAS_TOKEN")
             if self.listens_on_loopback and peer is not None and is_loopback(peer):
                 return Access(True)
             return Access(
@@ -53,6 +64,11 @@ class WriteGuard:
         if scheme.lower() == "bearer" and same:
             return Access(True)
         return Access(False, "the bearer token is missing or wrong", "send the header 'Authorization: Bearer TOKEN'")
+
+
+def is_proxied(headers: Iterable[str]) -> bool:
+    """Is one of these names of headers one that proxies add?"""
+    return any(name.lower() in PROXIED for name in headers)
 
 
 def _digest(text: str) -> bytes:

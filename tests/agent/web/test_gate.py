@@ -301,6 +301,29 @@ def test_a_real_agent_keeps_its_token_to_itself(start_agent: Any, tmp_path: Path
         assert TOKEN not in text
 
 
+def test_a_header_does_not_make_another_peer_of_who_asks(start_agent: Any, tmp_path: Path, wait_until: Any) -> None:
+    """Neither for the limits nor in the audit log: the address of a header is whatever its sender likes."""
+    audit = tmp_path / "audit.jsonl"
+    agent = start_agent("--audit-log", str(audit), environment={"KVATLAS_TOKEN": TOKEN})
+    with httpx.Client(base_url=agent.url, timeout=60) as client:
+        guesses = [client.post("/v1/plan", headers={"X-Forwarded-For": f"10.0.0.{one}"}) for one in range(40)]
+    assert {one.status_code for one in guesses} == {401, 429}
+    wait_until(lambda: audit.exists() and ACTION in audit.read_text(encoding="utf-8"), within=60)
+    assert agent.stop() == 0
+    entries = [json.loads(line) for line in audit.read_text(encoding="utf-8").splitlines()]
+    assert {one["asker"]["address"] for one in entries if one["action"] == ACTION} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("name", ["Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP"])
+def test_a_proxy_s_loopback_is_nobody_s(tmp_path: Path, name: str) -> None:
+    open_to_loopback = World(tmp_path / "audit.jsonl", token=None, loopback=True).client("127.0.0.1")
+    assert open_to_loopback.post("/change").status_code == 200
+    refused = open_to_loopback.post("/change", headers={name: "127.0.0.1"})
+    assert (refused.status_code, "proxy" in refused.json()["message"]) == (403, True)
+    with_token = World(tmp_path / "other.jsonl", token=TOKEN).client("127.0.0.1")
+    assert with_token.post("/change", headers={name: "127.0.0.1", **SENT}).status_code == 200
+
+
 def test_a_short_token_is_warned_of(start_agent: Any) -> None:
     agent = start_agent(environment={"KVATLAS_TOKEN": "short"})
     agent.wait_for_event("the token is short: take 16 characters or more at random")
