@@ -87,6 +87,8 @@ class World:
 
     def __init__(self, work: Path, receivers: Mapping[str, str]) -> None:
         self.work, self.maps, self.state = work, work / "maps", work / "state"
+        self.unwatched = self.maps / "unwatched"  # the agent does not look there
+        self.unwatched.mkdir()
         self.clock = Clock(work)
         self.faults: list[dict[str, Any]] = []
         self.expected: list[dict[str, Any]] = []
@@ -121,7 +123,7 @@ class World:
         if engine.speaks and not process.stdout.readline():
             raise SoakBroken(f"engine {engine.name} did not start; see its log in {self.work}")
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not any(self.maps.glob(f"{engine.name}.*.kvmap")):
+        while not any(self.maps.rglob(f"{engine.name}.*.kvmap")):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SoakBroken(f"engine {engine.name} made no map; see its log in {self.work}")
             time.sleep(0.1)

@@ -3,10 +3,10 @@
     python benchmarks/soak.py [--seconds 300] [--logs FOLDER] [--json FILE]
 
 Six engines serve: one as fast as it goes, one at a steady pace that faults leave alone, one that is killed and
-restarted, two whose blocks are moved and one with real tensors. Maps and state lie on two small tmpfs in a mount
-namespace of the soak's own. docs/reliability.md says what each fault does and what each line of the verdict means.
-Needs Linux, `unshare`, a C compiler and Chromium. Exit status 1 where a bar is missed, 2 where the soak itself
-could not be run.
+restarted, two whose blocks are moved and one with real tensors. A seventh, as steady as the second, is not watched.
+Maps and state lie on two small tmpfs in a mount namespace of the soak's own. docs/reliability.md says what each
+fault does and what each line of the verdict means. Needs Linux, `unshare`, a C compiler and Chromium. Exit status 1
+where a bar is missed, 2 where the soak itself could not be run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MOUNT = """
 mount -t tmpfs -o size=64m tmpfs "$1/maps" && mount -t tmpfs -o size=256m tmpfs "$1/state" && shift && exec "$@"
 """
 VIEWS = ("pool", "time", "alerts")
-FAST, STEADY, UNLUCKY = "engine-0", "engine-1", "engine-2"
+FAST, STEADY, UNLUCKY, UNWATCHED = "engine-0", "engine-1", "engine-2", "engine-3"
 MOVERS = ("mover-a", "mover-b")
 BLOCKS = 20_000
 CALM_SECONDS = 12.0  # between two faults
@@ -71,6 +71,7 @@ def schedule(world: World, samples: Samples, receivers: list[Receiver]) -> Itera
     yield "kill -9 of the agent", lambda: faults.kill_agent(world, samples)
     while True:
         yield "kill -9 of an engine", lambda: faults.kill_engine(world, UNLUCKY)
+        yield "restart of a moving engine", lambda: faults.restart_engine(world, MOVERS[0])
         yield "corrupt maps", lambda: faults.corrupt_maps(world, UNLUCKY, STEADY)
         yield "SIGSTOP of an engine", lambda: faults.stop_engine(world, UNLUCKY)
         yield "full disk", lambda: faults.fill_state(world)
@@ -81,7 +82,6 @@ def schedule(world: World, samples: Samples, receivers: list[Receiver]) -> Itera
             lambda: faults.slow_network(world, receivers, lambda: faults.kill_engine(world, UNLUCKY)),
         )
         yield "out of descriptors", lambda: faults.out_of_descriptors(world)
-        yield "restart of a moving engine", lambda: faults.restart_engine(world, MOVERS[0])
 
 
 def soak(work: Path, seconds: float, browser: str) -> dict[str, Any]:
@@ -93,6 +93,7 @@ def soak(work: Path, seconds: float, browser: str) -> dict[str, Any]:
         world.add(FAST, counted_engine(world.maps, 0, BLOCKS, 0))
         for number, name in enumerate((STEADY, UNLUCKY), start=1):
             world.add(name, counted_engine(world.maps, number, BLOCKS, 20))
+        world.add(UNWATCHED, counted_engine(world.unwatched, 3, BLOCKS, 20))
         for number, name in enumerate(MOVERS):
             world.add(name, moving_engine(world.maps, name, number))
         world.add("reference", reference_engine(world.maps, "reference"), speaks=False)
@@ -150,6 +151,8 @@ def soak(work: Path, seconds: float, browser: str) -> dict[str, Any]:
             "usage": usage.rows,
             "pages": pages.errors,
             "engines": engines,
+            "watched": STEADY,
+            "unwatched": UNWATCHED,
             "surprises": world.surprises,
             "scrapes": scraper.scrapes,
         }

@@ -45,7 +45,11 @@ def record() -> Record:
         "audit": [{"at": 10.2, "route": ROUTE}, {"at": 100.4, "route": ROUTE}],
         "usage": {"agent": usage, "dashboard": usage},
         "pages": {"pool": [], "time": [], "alerts": []},
-        "engines": {"engine-1": {"steps": 6000, "waited_ms": 3.0, "longest_ms": 40.0, "died": ""}},
+        "watched": "engine-1",
+        "unwatched": "engine-3",
+        "engines": {
+            name: {"steps": 6000, "waited_ms": 3.0, "longest_ms": 40.0, "died": ""} for name in ("engine-1", "engine-3")
+        },
         "surprises": [],
         "scrapes": [[t, 0 if t == 52 else 200, 12.0] for t in map(float, range(2, 300, 5))],
     }
@@ -93,8 +97,9 @@ DOCTORED: dict[str, tuple[str, Callable[[Record], object]]] = {
     "no figures of a process": ("agent: measured", lambda r: r["usage"]["agent"].clear()),
     "an error in a page": ("console errors", lambda r: r["pages"]["pool"].append("TypeError")),
     "no page": ("console errors", lambda r: r["pages"].clear()),
-    "an engine that waited": ("engines: waited", lambda r: r["engines"]["engine-1"].update(waited_ms=250.0)),
-    "engines that did nothing": ("engines: waited", lambda r: r["engines"]["engine-1"].update(steps=0)),
+    "an engine that waited": ("longest wait", lambda r: r["engines"]["engine-1"].update(waited_ms=250.0)),
+    "an engine that did nothing": ("longest wait", lambda r: r["engines"]["engine-1"].update(steps=0)),
+    "nothing to compare with": ("longest wait", lambda r: r["engines"]["engine-3"].update(steps=0)),
     "an engine that died": ("engines that ended", lambda r: r["engines"]["engine-1"].update(died="exit 3")),
     "a fault answered otherwise": ("engines that ended", lambda r: r["surprises"].append("room in a full tmpfs")),
     "a scrape that failed": ("scrapes that failed", lambda r: r["scrapes"].append([200.0, 500, 1.0])),
