@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine_shim.compaction.chunk_costs import ChunkCosts
+from engine_shim.compaction.dry_runs import DryRuns
 from engine_shim.compaction.mover import Mover, MoveSwitch
 from engine_shim.compaction.planning import MovePlan, plan_moves
 from engine_shim.compaction.report import CompactionReport, Outcome
@@ -69,14 +70,21 @@ class Compactor:
         # What chunks cost, by whether contents are compared, which costs more: later runs know it from the beginning.
         self._costs = {False: ChunkCosts(), True: ChunkCosts()}
         self._time = TimeShare(max_time_share)
+        self._dry_runs = DryRuns(mover, plans_here=lambda: self._plans_here, wake=wake, clock=clock)
         self._rested = False
         self._planning: threading.Thread | None = None
         self._reporting: threading.Thread | None = None
+        self._measured = False  # has that thread done its work?
 
     @property
     def active(self) -> bool:
-        """Is there anything to do at the next step boundary, or being planned?"""
+        """Is a run under way: anything to do at the next step boundary, or being planned?"""
         return self._run is not None
+
+    @property
+    def wants_boundary(self) -> bool:
+        """Is `step` to be called at the next step boundary? For a run, or for dry runs that wait."""
+        return self._run is not None or self._dry_runs.waiting
 
     @property
     def owes(self) -> bool:
@@ -93,6 +101,10 @@ class Compactor:
         """Should an idle engine take its next step at once? Not while a plan is made on another thread."""
         working = (self._planning, self._reporting)
         return self._run is not None and not any(thread is not None and thread.is_alive() for thread in working)
+
+    @property
+    def _plans_here(self) -> bool:
+        return self._num_blocks <= self.defaults.plan_here_blocks
 
     def start(
         self, settings: RunSettings | None = None, *, done: Done | None = None, planner: Planner = plan_moves
@@ -115,6 +127,7 @@ class Compactor:
         What is spent here is at most `max_time_share` of the time that passes, over some steps; but for that of an
         `idle` engine, which is of no use to anybody else.
         """
+        self._dry_runs.step()
         run = self._run
         if run is None:
             return False
@@ -127,7 +140,7 @@ class Compactor:
             self._planning = self._reporting = None
             self._end(CompactionReport.nothing(Outcome.FAILED, f"{type(error).__name__}: {error}"))
             goes_on = False
-        if not (idle or self._rested):
+        if not idle and not (self._rested and goes_on):  # a run that ends looks at the pool, even where it rested
             self._time.spent(began, self._clock())
         return goes_on
 
@@ -152,19 +165,18 @@ class Compactor:
             self._begin_consuming(run, report)
         return self.active
 
-    def dry_run(self, done: Callable[[MovePlan], None], *, target: float, max_moves: int | None = None) -> None:
-        """Tell `done` what a run would set out to do with the pool as it is: at once, or of a large pool later and on
-        another thread."""
-        columns = self.mover.columns()
-
-        def plan() -> None:
-            owners, positions = columns.owners, columns.positions
-            done(plan_moves(columns.states, target=target, owners=owners, positions=positions, max_moves=max_moves))
-
-        if self._num_blocks <= self.defaults.plan_here_blocks:
-            plan()
-        else:
-            threading.Thread(target=plan, name="compaction-dry-run", daemon=True).start()
+    def dry_run(
+        self,
+        done: Callable[[MovePlan], None],
+        *,
+        target: float,
+        max_moves: int | None = None,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        """Tell `done` what a run would set out to do with the pool as it is: at once, or, of a large pool or where
+        plans have taken their share of the engine's time, later and maybe on another thread. `failed` hears why there
+        is no plan. ControlRefused where too many are asked for."""
+        self._dry_runs.ask(done, failed, target=target, max_moves=max_moves)
 
     def abort(self, reason: str) -> None:
         """End the run in progress before its next chunk, if there is one."""
@@ -183,11 +195,12 @@ class Compactor:
 
     def _report_later(self, run: CompactionRun) -> bool:
         """The report measures the whole pool: of a large one on another thread. True until it is there."""
-        if self._num_blocks <= self.defaults.plan_here_blocks:
+        if self._plans_here:
             return False
         if self._reporting is None:
+            self._measured = False
             self._reporting = _started(self._measure, run, "compaction-report")
-        if self._reporting is not None and self._reporting.is_alive():
+        if self._reporting is not None and not self._measured:
             return True
         self._reporting = None
         return False
@@ -197,6 +210,7 @@ class Compactor:
             run.report()
         except Exception as error:  # noqa: BLE001 - the next step asks again, and says it where it is heard
             log.warning("a compaction could not be reported on: %r", error)
+        self._measured = True  # before the engine is woken: it does not come again for this thread's end
         self._wake()
 
     def _plan(self, run: CompactionRun) -> None:

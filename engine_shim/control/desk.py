@@ -37,7 +37,7 @@ class Desk(ABC):
         except ControlRefused as error:
             return ErrorReply(error=error.error, message=str(error), action="wait for the run to end")
         except Exception as error:  # noqa: BLE001 - a fault in answering must not reach the engine's step
-            return ErrorReply(error="failed", message=f"{type(error).__name__}: {error}", action="see the engine's log")
+            return _fault(error)
 
     def compact(self, compactor: Compactor, ticket: ControlTicket, request: CompactRequest | PlanRequest) -> None:
         """Start a run, or say what one would move; the answer comes when it is known."""
@@ -52,4 +52,9 @@ class Desk(ABC):
                 lambda plan: answer(ticket, plan_reply(plan, keeps_cached=kept)),
                 target=request.target,
                 max_moves=request.max_moves,
+                failed=lambda error: answer(ticket, _fault(error)),
             )
+
+
+def _fault(error: Exception) -> ErrorReply:
+    return ErrorReply(error="failed", message=f"{type(error).__name__}: {error}", action="see the engine's log")

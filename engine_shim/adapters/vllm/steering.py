@@ -80,7 +80,7 @@ class Steering:
         """Between two steps: carry out what was asked for, and a slice of what is under way."""
         if self._desk is not None and self._mailbox.pending():
             self._desk.serve()
-        if self.compactor is not None and self.compactor.active and self._watched is not None:
+        if self.compactor is not None and self.compactor.wants_boundary and self._watched is not None:
             self._watched.publish()
             self.compactor.step()
             self._watched.publish()

@@ -374,6 +374,23 @@ def test_a_run_that_rests_ends_in_time() -> None:
     assert reports[0].seconds > 60.0
 
 
+def test_what_a_run_looks_at_when_it_ends_counts_even_where_it_rested() -> None:
+    """Else runs without time, one after the other, would look at the pool as often as they are asked for."""
+    memory, compactor, reports = resting()
+    columns = memory.columns
+
+    def look() -> BlockFacts:
+        memory.clock.now += 0.2
+        return columns()
+
+    memory.columns = look  # type: ignore[method-assign]
+    compactor.abort("enough")
+    assert not compactor.step()
+    assert reports[0].outcome is Outcome.ABORTED
+    memory.clock.now += 0.2 / MAX_TIME_SHARE - 0.5
+    assert compactor.owes
+
+
 def test_later_runs_begin_with_chunks_that_fit() -> None:
     memory = scattered(blocks=600)
     compactor = Compactor(memory, memory.blocks, clock=memory.clock)
@@ -617,6 +634,30 @@ def test_a_large_pool_is_planned_on_another_thread() -> None:
 
 
 # Faults
+
+
+def test_a_run_ends_while_the_thread_that_measured_it_still_does() -> None:
+    """An engine without work takes one step when it is woken, and none for a thread's end."""
+    memory = scattered(blocks=600)
+    reports: list[CompactionReport] = []
+    measured, engine_waits, woken = threading.Event(), threading.Event(), threading.Event()
+
+    def wake() -> None:
+        if threading.current_thread().name == "compaction-report":
+            measured.set()
+            assert engine_waits.wait(60)
+            compactor.step()  # what the engine does now, while this thread has not ended
+            woken.set()
+
+    defaults = RunSettings(plan_here_blocks=100)
+    compactor = Compactor(memory, memory.blocks, defaults=defaults, wake=wake, clock=memory.clock)
+    compactor.start(done=reports.append)
+    while not measured.is_set():
+        if compactor.wants_step:
+            compactor.step()
+    engine_waits.set()
+    assert woken.wait(60)
+    assert reports[0].outcome is Outcome.REACHED
 
 
 def raise_at(memory: Memory, name: str, count: int = 2) -> list[str]:
