@@ -70,6 +70,23 @@ class Rows:
     mutes: Mapping[str, str | None] = field(default_factory=dict)
 
 
+class NamedFiles:
+    """Are the files that SQLite has open still those under their names? It would go on writing to ones that nobody
+    finds again, and a WAL holds what was written last."""
+
+    def __init__(self, path: Path, opened: os.stat_result) -> None:
+        """Of a database that is open, and of what SQLite has beside it; `opened` is the file itself."""
+        self._known = {path: _identity(opened)}
+        for suffix in ("-wal", "-shm"):
+            beside = path.with_name(path.name + suffix)
+            if (found := _identity_at(beside)) is not None:
+                self._known[beside] = found
+
+    def lost(self) -> str | None:
+        """The name of one that was removed or replaced; None where all are there."""
+        return next((path.name for path, known in self._known.items() if _identity_at(path) != known), None)
+
+
 class Database:
     """One open file. Not safe for several threads at once; the store takes care of that."""
 
@@ -84,7 +101,6 @@ class Database:
                 found = os.fstat(file)
             finally:
                 os.close(file)
-            self._identity = _identity(found)
             if found.st_size == 0:
                 _sync_folder(path.parent)  # or a crash of the machine may leave the rows and no name for them
             self._connection = sqlite3.connect(
@@ -94,6 +110,7 @@ class Database:
             raise _unusable(error) from error
         try:
             self._prepare()
+            self._files = NamedFiles(path, found)
         except (sqlite3.Error, UnicodeDecodeError) as error:
             self.close()
             raise _unusable(error) from error
@@ -143,8 +160,8 @@ class Database:
 
     def write(self, rows: Rows, *, anew: bool = False) -> None:
         """All of it or nothing; `anew` drops what was there before. Raises DatabaseUnusable."""
-        if not self._is_named():
-            raise DatabaseUnusable(Fault.REPLACED, self.path.name)
+        if (lost := self._files.lost()) is not None:
+            raise DatabaseUnusable(Fault.REPLACED, lost)
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             if anew:
@@ -173,13 +190,6 @@ class Database:
         many("INSERT OR REPLACE INTO mutes VALUES (?, ?)", _kept(rows.mutes))
         many("DELETE FROM mutes WHERE id = ?", _gone(rows.mutes))
 
-    def _is_named(self) -> bool:
-        """Is our file still the one under that name? SQLite would go on writing to one that nobody finds again."""
-        try:
-            return _identity(os.stat(self.path)) == self._identity
-        except OSError:
-            return False
-
     def close(self) -> None:
         with suppress(sqlite3.Error):  # a full disk may keep the last checkpoint from being made; the WAL holds it
             self._connection.close()
@@ -206,6 +216,13 @@ def _sync_folder(folder: Path) -> None:
 
 def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
+
+
+def _identity_at(path: Path) -> tuple[int, int] | None:
+    try:
+        return _identity(os.stat(path))
+    except OSError:
+        return None
 
 
 def _kept(rows: Mapping[str, str | None]) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ from agent.history.tiers import (
     start_of,
     summarize_sample,
 )
-from alerts.database import CORRUPT, LOCKED, DatabaseUnusable, Fault
+from alerts.database import CORRUPT, LOCKED, DatabaseUnusable, Fault, NamedFiles
 
 VERSION = 1
 MODE = 0o600
@@ -137,7 +137,7 @@ class HistoryDatabase:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE)
             try:
-                self._identity = _identity(os.fstat(file))
+                found = os.fstat(file)
             finally:
                 os.close(file)
             self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)
@@ -145,6 +145,7 @@ class HistoryDatabase:
             raise unusable(error) from error
         try:
             self._prepare()
+            self._files = NamedFiles(path, found)
         except (sqlite3.Error, DatabaseUnusable) as error:
             self.close()
             raise (error if isinstance(error, DatabaseUnusable) else unusable(error)) from error
@@ -173,8 +174,8 @@ class HistoryDatabase:
 
     def write(self, entries: Iterable[Entry]) -> None:
         """All of them or nothing."""
-        if not self._is_named():
-            raise DatabaseUnusable(Fault.REPLACED, self.path.name)
+        if (lost := self._files.lost()) is not None:
+            raise DatabaseUnusable(Fault.REPLACED, lost)
         self._transact(lambda: self._write(entries))
 
     def expire(self, now_unix: float) -> None:
@@ -384,13 +385,6 @@ class HistoryDatabase:
         with _translated():
             return int(self._connection.execute(query).fetchone()[0])
 
-    def _is_named(self) -> bool:
-        """Is our file still the one under that name? SQLite would go on writing to one that nobody finds again."""
-        try:
-            return _identity(os.stat(self.path)) == self._identity
-        except OSError:
-            return False
-
 
 def _goes_on(chain: _Chain, frame: Frame, tier: Tier, longest: int) -> bool:
     """May the frame say only what changed? Not in an endless chain, nor where the clock was set back."""
@@ -420,7 +414,3 @@ def unusable(error: Exception) -> DatabaseUnusable:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary one; extended codes stand above it
     fault = Fault.CORRUPT if code in CORRUPT else Fault.LOCKED if code in LOCKED else Fault.UNWRITABLE
     return DatabaseUnusable(fault, str(error))
-
-
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino

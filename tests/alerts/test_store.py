@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -208,6 +209,21 @@ def test_a_file_that_was_removed_is_written_again(open_store: OpenStore, path: P
     again = open_store()
     assert again.load_states() == {"a": "1", "b": "2"}
     assert sequences(again) == [1]
+
+
+def test_a_wal_that_was_removed_is_written_again(open_store: OpenStore, path: Path, tmp_path: Path) -> None:
+    """What an agent that is killed then leaves on the disk."""
+    store = open_store()
+    store.commit({"a": "1"}, [fired(make_alert())])
+    path.with_name(path.name + "-wal").unlink()
+    store.commit({"b": "2"}, [])
+    assert store.durable
+    left = tmp_path / "left" / path.name
+    left.parent.mkdir()
+    for file in path.parent.glob(path.name + "*"):
+        shutil.copy(file, left.parent)
+    with closing(sqlite3.connect(left)) as connection:
+        assert dict(connection.execute("SELECT fingerprint, state FROM states")) == {"a": "1", "b": "2"}
 
 
 def test_a_file_of_a_newer_version_is_left_alone(open_store: OpenStore, path: Path, clock: TurnedClock) -> None:

@@ -105,6 +105,21 @@ def test_a_file_that_is_removed_is_begun_anew(make_past: MakePast) -> None:
     assert past.writer.lost()["disk"] == 5
 
 
+@pytest.mark.parametrize("suffix", ["-wal", "-shm"])
+def test_what_lies_beside_the_file_is_missed_too(make_past: MakePast, suffix: str) -> None:
+    """The last writes are in it: without a name they would be gone with the agent, and nobody could read them."""
+    past = make_past()
+    add(past)
+    past.writer.path.with_name(past.writer.path.name + suffix).unlink()
+    add(past)
+    add(past)
+    assert past.writer.trouble is None
+    assert past.writer.lost()["disk"] == 5
+    assert kept(past) >= 5
+    past.end()
+    assert kept(past) >= 5
+
+
 def test_two_agents_do_not_write_one_file(make_past: MakePast) -> None:
     first, second = make_past(), make_past()
     add(first)
