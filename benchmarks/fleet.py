@@ -1,6 +1,6 @@
 """A fleet on one machine: real agents, each beside its own engine, a real Prometheus over all, and the Fleet view.
 
-    python benchmarks/fleet.py [--agents 50] [--seconds 120] [--json FILE]
+    python benchmarks/fleet.py [--agents 50] [--seconds 120] [--interval 15] [--json FILE]
 
 Each engine has 20,000 blocks and allocates and frees some 1,250 of them a second; ten engines share a process, to
 save memory, and each has a folder and an agent of its own, as a pod has. Prometheus scrapes every 15 s and
@@ -47,9 +47,9 @@ BROWSER_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 class Prometheus:
     """A server of its own over these targets."""
 
-    def __init__(self, tools: Path, folder: Path, targets: Sequence[str]) -> None:
+    def __init__(self, tools: Path, folder: Path, targets: Sequence[str], interval: int) -> None:
         config = {
-            "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": f"{SCRAPE_SECONDS}s"},
+            "global": {"scrape_interval": f"{interval}s", "evaluation_interval": f"{interval}s"},
             "rule_files": [str(ROOT / "deploy" / "prometheus" / "rules.yml")],
             "scrape_configs": [{"job_name": "kvatlas", "static_configs": [{"targets": list(targets)}]}],
         }
@@ -169,8 +169,8 @@ def _wait_for(url: str) -> None:
             time.sleep(0.1)
 
 
-def measure(folder: Path, agents: int, seconds: float, tools: Path, browser: str) -> dict[str, Any]:
-    """Start everything, let Prometheus scrape, and ask it."""
+def measure(folder: Path, agents: int, seconds: float, interval: int, tools: Path, browser: str) -> dict[str, Any]:
+    """Start everything, let Prometheus scrape each so many seconds, and ask it."""
     running: list[Any] = []
     try:
         for number in range(agents):
@@ -190,11 +190,11 @@ def measure(folder: Path, agents: int, seconds: float, tools: Path, browser: str
             running.append(agent)
             watched.append(psutil.Process(agent.pid))
             ports.append(port)
-        prometheus = Prometheus(tools, folder, [f"127.0.0.1:{port}" for port in ports])
+        prometheus = Prometheus(tools, folder, [f"127.0.0.1:{port}" for port in ports], interval)
         running.append(prometheus.process)
         prometheus.wait()
         empty = prometheus.own()
-        time.sleep(SCRAPE_SECONDS + 2)  # by now each target was scraped once, which the first time takes longer
+        time.sleep(interval + 2)  # by now each target was scraped once, which the first time takes longer
         load, before, cpu = os.getloadavg()[0], prometheus.own(), _cpu(watched)
         began = time.monotonic()
         time.sleep(seconds)
@@ -208,6 +208,7 @@ def measure(folder: Path, agents: int, seconds: float, tools: Path, browser: str
         result = {
             "agents": agents,
             "seconds": seconds,
+            "scrape_interval_seconds": interval,
             "load_average": round(load, 1),
             "cores": len(os.sched_getaffinity(0)),
             "operations_a_second": [round(float(one["value"][1])) for one in operations],
@@ -248,7 +249,8 @@ def report(result: dict[str, Any]) -> int:
     """Show the bars; the result is the exit status."""
     found, view, prometheus = result["scrapes"], result["view"], result["prometheus"]
     operations = min(result["operations_a_second"], default=0)
-    due = int(result["seconds"] / SCRAPE_SECONDS)
+    interval = result["scrape_interval_seconds"]
+    due = int(result["seconds"] / interval)
     shown = f"{view['shown']} of {result['agents']}, after {view['seconds']} s"
     gap = f"{found['failed']} failed, longest pause {found['longest_gap_seconds']:.1f} s"
     lines = [
@@ -261,11 +263,11 @@ def report(result: dict[str, Any]) -> int:
         (
             "scrapes missing",
             gap,
-            f"0, {LONGEST_GAP * SCRAPE_SECONDS:g} s",
+            f"0, {LONGEST_GAP * interval:g} s",
             not found["failed"]
             and found["targets"] == result["agents"]
             and found["fewest_of_a_target"] >= due
-            and found["longest_gap_seconds"] <= LONGEST_GAP * SCRAPE_SECONDS,
+            and found["longest_gap_seconds"] <= LONGEST_GAP * interval,
         ),
         (
             "block operations of an engine",
@@ -292,6 +294,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Scrape a fleet of agents with Prometheus.")
     parser.add_argument("--agents", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--interval", type=int, default=SCRAPE_SECONDS, help="seconds between scrapes of an agent")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     tools = subprocess.run([ROOT / "scripts" / "prometheus_tools.sh"], capture_output=True, text=True, check=True)
@@ -301,7 +304,9 @@ def main() -> int:
         sys.exit("no Chromium; install it, or name it in KVATLAS_CHROMIUM")
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="kvatlas-fleet-", dir=memory) as folder:
-        result = measure(Path(folder), options.agents, options.seconds, Path(tools.stdout.strip()), browser)
+        result = measure(
+            Path(folder), options.agents, options.seconds, options.interval, Path(tools.stdout.strip()), browser
+        )
     if options.json:
         options.json.write_text(json.dumps({"schema": "kvatlas.fleet/v1", **result}, indent=2) + "\n")
     return report(result)
