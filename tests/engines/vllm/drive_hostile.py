@@ -25,7 +25,7 @@ from engine_watch import SETTING, Watch, ask, conversation, digest  # type: igno
 from engine_shim import MapReader
 from engine_shim.adapters.hooks import is_hooked
 from engine_shim.adapters.vllm import plugin
-from engine_shim.control.messages import CompactRequest, MovingRequest, RelocationRequest, TurnOffRequest
+from engine_shim.control.messages import CompactRequest, MovingRequest, PlanRequest, RelocationRequest, TurnOffRequest
 from engine_shim.control.peer import socket_address, socket_path
 
 COMPACTION = "KVATLAS_VLLM_COMPACTION"
@@ -60,7 +60,7 @@ def served(size: str, *, storm: bool, turn_off_at: int = 0, sleeps: bool = True)
     watch = Watch(Engine(**SIZES[size]))
     engine, over = watch.engine, threading.Event()
     replies: dict[str, int] = {}
-    callers = [threading.Thread(target=_call, args=(engine, over, replies, number)) for number in range(3 * storm)]
+    callers = [threading.Thread(target=_call, args=(engine, over, replies, number)) for number in range(4 * storm)]
     for caller in callers:
         caller.start()
     dice = random.Random(7)
@@ -132,6 +132,8 @@ def _call(engine: Engine, over: threading.Event, replies: dict[str, int], number
                 dice.choice(NONSENSE),
             )
         )
+        if number == 3:  # who only asks what would be moved, and so holds no run up
+            request = PlanRequest(target=dice.random())
         try:
             answer = _say(engine, request) if isinstance(request, bytes) else ask(engine, request)
             name = str(answer.get("error") or answer.get("decision") or answer.get("reply"))

@@ -202,7 +202,8 @@ def ask_the_idle(llm: Any) -> dict[str, Any]:
     """An engine core without requests takes no steps, and answers all the same; then it is told to leave vLLM alone."""
     (path,) = MAPS.glob("*.kvmap")
     requests = {
-        "plan": PlanRequest(target=0.0), "compact": CompactRequest(target=0.0, verify=True), "status": StatusRequest(),
+        "plan": PlanRequest(target=0.0), "plan_soon_again": PlanRequest(target=0.5),
+        "compact": CompactRequest(target=0.0, verify=True), "status": StatusRequest(),
         "relocation": RelocationRequest(on=True), "turn_off": TurnOffRequest(reason="the operator said so"),
     }  # fmt: skip
     copies = MapReader(path).read().counters["relocation_copies"]
