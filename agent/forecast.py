@@ -66,8 +66,8 @@ def forecast_exhaustion(
     seconds = float(blocks[-1]) / -slope
     until = _within_horizon(max(spare, 0.0) / -slope)
     if seconds > HORIZON_SECONDS:
-        return ExhaustionForecast(None, f"falls by {-slope:.3g} blocks/s: more than a day away", until)
-    return ExhaustionForecast(seconds, f"falls by {-slope:.3g} blocks/s over the last {span:.0f} s", until)
+        return ExhaustionForecast(None, f"falls by {_plain(-slope)} blocks/s: more than a day away", until)
+    return ExhaustionForecast(seconds, f"falls by {_plain(-slope)} blocks/s over the last {span:.0f} s", until)
 
 
 def judge_admission(
@@ -101,6 +101,13 @@ def queue_grows(times_seconds: ArrayLike, waiting: ArrayLike) -> bool:
         return False
     slope, _, rising = _trend(times, numbers)
     return slope > 0 and rising >= MIN_AGREEING_SHARE
+
+
+def _plain(rate: float) -> str:
+    """A rate without an exponent: whole from 10 on, else two digits after the point."""
+    if rate >= 10:
+        return f"{rate:,.0f}"
+    return f"{rate:.2f}".rstrip("0").rstrip(".") if rate >= 0.01 else "less than 0.01"
 
 
 def _columns(times: ArrayLike, values: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -131,3 +131,12 @@ def test_a_queue_grows_where_its_trend_rises() -> None:
     assert not queue_grows(SECONDS[:30], 10 + 5 * np.sin(SECONDS[:30]))
     assert not queue_grows(SECONDS[:5], SECONDS[:5])
     assert not queue_grows([], [])
+
+
+@pytest.mark.parametrize(
+    ("slope", "words"),
+    [(1100.0, "1,100"), (1.5, "1.5"), (0.25, "0.25"), (0.004, "less than 0.01"), (123456.0, "123,456")],
+)
+def test_a_rate_has_no_exponent(slope: float, words: str) -> None:
+    forecast = forecast_exhaustion(SECONDS, slope * (100 - SECONDS))
+    assert forecast.reason == f"falls by {words} blocks/s over the last 59 s"
