@@ -16,9 +16,11 @@ from dashboard.wording import NOT_KNOWN, count, share, size
 GIB = 1 << 30
 MAX_CONFIG_BYTES = 2 << 20
 OWN = "the model's"
+ENGINES = "the engine's default"
 OTHER_GPU = "another"
 TENSOR_PARALLEL = (1, 2, 4, 8, 16)
 LENGTHS = (OWN, *(2**power for power in range(11, 21)))
+SEQUENCES = (ENGINES, *range(1, 513))
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
@@ -40,7 +42,7 @@ class Form:
     weight_dtype: str
     block_size: int
     max_model_len: int | None  # None: the model's
-    max_num_seqs: int
+    max_num_seqs: int | None  # None: the engine's default
     utilization: float
     headroom: float
     co_tenant_gib: float
@@ -52,7 +54,6 @@ class Form:
             "kv_dtype": self.kv_dtype,
             "weight_dtype": self.weight_dtype,
             "block_size": self.block_size,
-            "max_num_seqs": self.max_num_seqs,
             "gpu_memory_utilization": self.utilization,
             "headroom": self.headroom,
             "co_tenant_gib": self.co_tenant_gib,
@@ -65,6 +66,7 @@ class Form:
             "gpu": self.gpu,
             "gpu_memory_gib": self.gpu_memory_gib,
             "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
         }
         return asked | {name: value for name, value in named.items() if value is not None}
 
@@ -174,14 +176,13 @@ def _options(options: Sequence[Mapping[str, Any]], gain: Callable[[Mapping[str, 
 def _option(number: int, one: Mapping[str, Any], brings: str) -> str:
     price = f"<br>price: {escape(str(one['price']))}" if one.get("price") else ""
     cells = (
-        str(number),
         f"<b>{escape(str(one['title']))}</b><br>{escape(str(one['change']))}",
         escape(brings),
         escape(str(one.get("arithmetic", ""))),
         escape(str(one.get("quality", ""))) + price,
         escape(_flags(one)),
     )
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    return f'<tr><td class="kv-number">{number}</td>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
 def _planned_gain(one: Mapping[str, Any], *, fits_already: bool) -> str:

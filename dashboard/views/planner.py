@@ -9,7 +9,17 @@ from dashboard import plan_words, widgets
 from dashboard.context import Context, ask, plain
 from dashboard.local_page import goes_without_token
 from dashboard.operator_token import ask_token, change
-from dashboard.plan_words import LENGTHS, OTHER_GPU, OWN, TENSOR_PARALLEL, Form, NotAConfig
+from dashboard.plan_words import (
+    ENGINES,
+    LENGTHS,
+    MAX_CONFIG_BYTES,
+    OTHER_GPU,
+    OWN,
+    SEQUENCES,
+    TENSOR_PARALLEL,
+    Form,
+    NotAConfig,
+)
 from dashboard.source import timed
 
 PRESET, UPLOAD = "a known model", "a config.json"
@@ -55,7 +65,9 @@ def _form(choices: PlanChoices) -> Form | None:
     source = st.segmented_control("Model", [PRESET, UPLOAD], default=PRESET, key="plan_source", required=True)
     preset, config, model = None, None, None
     if source == UPLOAD:
-        file = st.file_uploader("The model's config.json", type="json", key="plan_config")
+        file = st.file_uploader(
+            "The model's config.json", type="json", key="plan_config", max_upload_size=MAX_CONFIG_BYTES >> 20
+        )
         if file is None:
             st.html(widgets.note_html("Choose the file: it stays on the dashboard's server for this session."))
             return None
@@ -70,6 +82,7 @@ def _form(choices: PlanChoices) -> Form | None:
     weights = st.selectbox("Weights", choices.weight_dtypes, key="plan_weights")
     block = st.select_slider("Tokens in a block", plan_words.BLOCK_SIZES, value=16, key="plan_block")
     length = st.select_slider("Longest sequence, tokens", LENGTHS, key="plan_length")
+    sequences = st.select_slider("Such sequences at once", SEQUENCES, key="plan_seqs")
     return Form(
         preset=preset,
         config=config,
@@ -81,7 +94,7 @@ def _form(choices: PlanChoices) -> Form | None:
         weight_dtype=weights or "auto",
         block_size=int(block),
         max_model_len=None if length == OWN else int(length),
-        max_num_seqs=st.slider("Such sequences at once", 1, 512, 1, key="plan_seqs"),
+        max_num_seqs=None if sequences == ENGINES else int(sequences),
         utilization=st.slider("Share of the GPU for the engine", 0.5, 0.99, 0.9, 0.01, key="plan_share"),
         headroom=st.slider("Headroom, share of the blocks", 0.0, 0.5, 0.0, 0.01, key="plan_headroom"),
         co_tenant_gib=st.slider("Held by other processes, GiB", 0.0, 80.0, 0.0, 0.5, key="plan_others"),

@@ -115,3 +115,16 @@ def test_what_is_no_config_is_refused(data: bytes, why: str) -> None:
 
 def test_a_config_may_begin_with_a_mark() -> None:
     assert plan_words.read_config(b'\xef\xbb\xbf{"model_type": "llama"}') == {"model_type": "llama"}
+
+
+def test_what_is_left_alone_is_planned_as_the_command_plans_it() -> None:
+    """`kvatlas plan` sends no number of sequences where none is given."""
+    asked = form(max_num_seqs=None).to_json()
+    assert "max_num_seqs" not in asked
+    plain = PlanRequest(preset="llama-3.1-8b", gpu="A100-80GB").ask().to_json()
+    assert ask(form(preset="llama-3.1-8b", max_num_seqs=None)).memory == plain["memory"]
+    assert ask(form(preset="llama-3.1-8b", max_num_seqs=1)).memory != plain["memory"]
+
+
+def test_numbers_of_rows_stay_whole() -> None:
+    assert '<td class="kv-number">1</td>' in plan_words.advice_html(ask(form(gpu="A10", max_num_seqs=4)))

@@ -82,7 +82,7 @@ def test_it_says_what_the_api_says(
     pool = world["client"].advice(world["steady"].id)
     expect(view).to_contain_text(pool.verdict)
 
-    planned = world["client"].plan({"preset": "llama-3.1-8b", "gpu": "A100-80GB", "max_num_seqs": 1, "advise": True})
+    planned = world["client"].plan({"preset": "llama-3.1-8b", "gpu": "A100-80GB", "advise": True})
     expect(tile(page, "Pool")).to_have_text(size(planned.memory["pool_bytes"]))
     expect(tile(page, "Tokens")).to_have_text(count(planned.pool_tokens))
     expect(tile(page, "Sequences")).to_have_text(count(planned.max_concurrent_sequences))
@@ -104,7 +104,7 @@ def test_it_says_what_the_api_says(
 def test_sliders_answer_what_if(world: dict[str, Any], window: Callable[..., Any]) -> None:
     opened = window(world["dashboard"])
     page = opened.open(world["steady"].id, view="memory")
-    asked = {"preset": "llama-3.1-8b", "gpu": "A100-80GB", "max_num_seqs": 1}
+    asked = {"preset": "llama-3.1-8b", "gpu": "A100-80GB"}
     expect(tile(page, "Tokens")).to_have_text(count(world["client"].plan(asked).pool_tokens))
     page.get_by_role("slider", name="Tensor-parallel GPUs").press("ArrowRight")
     expect(tile(page, "Tokens")).to_have_text(count(world["client"].plan(asked | {"tp": 2}).pool_tokens))
