@@ -279,6 +279,9 @@ def _add_line(figure: go.Figure, line: Line, row: int, theme: Theme) -> None:
 def _add_episodes(figure: go.Figure, episodes: Sequence[Episode], end_unix: float, theme: Theme) -> None:
     symbols = {"start": "star", "end": "x", "state": "circle-open", "move": "diamond"}
     points = [one for one in episodes if not one.is_span]
+    # Plotly drops a subplot that no trace is on, and puts the axis of time below the first row then.
+    at = round(1000 * end_unix)
+    figure.add_scatter(x=[at], y=[None], mode="lines", hoverinfo="skip")
     if points:
         figure.add_scatter(
             x=[round(1000 * one.start_unix) for one in points],

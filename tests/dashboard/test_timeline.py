@@ -157,6 +157,12 @@ def test_alerts_of_one_time_do_not_cover_each_other() -> None:
     marks = [
         mark(i, "alert", f"rule-{i} fires: now", rule=f"rule-{i}", severity="warning", labels={}) for i in range(3)
     ]
-    levels = [trace.y[0] for trace in draw([], marks).data]
+    levels = [trace.y[0] for trace in draw([], marks).data if trace.y[0] is not None]
     assert len(set(levels)) == 3
     assert min(levels) == LANES.index("alerts")
+
+
+def test_the_lanes_stand_where_nothing_happened() -> None:
+    """Plotly drops an axis that no trace is on."""
+    figure = draw([line_of(METRICS["F"], {"fragmentation": history("fragmentation", [0.5, 0.6])})])
+    assert [one for one in figure.data if one.yaxis in (None, "y") and len(one.x)]
