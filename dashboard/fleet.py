@@ -18,6 +18,8 @@ LINE_POINTS = 45
 NAME_CHARACTERS = 34
 NO_AGENT = "Known from Prometheus alone. Start the dashboard with the address of its agent too, to see its blocks."
 
+A_REPLAY = "A recording that is played back: no engine runs behind it."
+
 
 @dataclass(frozen=True, slots=True)
 class PoolCard:
@@ -40,6 +42,8 @@ class PoolCard:
     exhaustion_seconds: float | None
     age_seconds: float | None
     alert: str = ""  # the worst that fires, with since when
+    severity: str = ""  # of that alert
+    replay: bool = False  # of a recording: no engine runs
     line: tuple[float | None, ...] = ()
 
     @property
@@ -58,8 +62,16 @@ class PoolCard:
     @property
     def in_need(self) -> bool:
         """Whether an operator should look at it: more than fragmented, which by itself is no fault."""
-        held_up = self.blocked or self.degraded or bool(self.alert)
-        return held_up or self.state not in ("live", "sleeping", "no block map")
+        return self._held_up or bool(self.alert)
+
+    @property
+    def tone(self) -> str:
+        """How its concern is coloured: red where it is held up, else as grave as its alert, as the banner is."""
+        return "alarm" if self._held_up or self.severity == "critical" else self.severity if self.alert else ""
+
+    @property
+    def _held_up(self) -> bool:
+        return self.blocked or self.degraded or self.state not in ("live", "sleeping", "no block map")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,9 @@ class Fleet:
         return cls(tuple(sorted(cards, key=lambda card: card.order)), tuple(troubles), sources)
 
 
-def card_of(engine: EngineSummary, agent: int, where: str, threshold: float, alert: str = "") -> PoolCard:
+def card_of(
+    engine: EngineSummary, agent: int, where: str, threshold: float, alert: str = "", severity: str = ""
+) -> PoolCard:
     """A pool as its agent tells of it."""
     return PoolCard(
         id=engine.id,
@@ -95,6 +109,8 @@ def card_of(engine: EngineSummary, agent: int, where: str, threshold: float, ale
         exhaustion_seconds=engine.forecast.exhaustion_seconds,
         age_seconds=engine.snapshot_age_seconds,
         alert=alert,
+        severity=severity,
+        replay=engine.replay,
     )
 
 
@@ -122,12 +138,18 @@ def unmapped_card(engine: UnmappedEngine, agent: int, where: str) -> PoolCard:
 
 
 def alert_words(alerts: Sequence[AlertRecord], engine: EngineSummary, now_unix: float) -> str:
-    """The worst alert that fires for a pool, and for how long; "" where none does. The list has the worst first."""
+    """The worst alert that fires for a pool, and for how long; "" where none does."""
+    one = worst_of(alerts, engine)
+    return "" if one is None else f"{one.summary}, for {duration(max(0.0, now_unix - one.started_unix))}"
+
+
+def worst_of(alerts: Sequence[AlertRecord], engine: EngineSummary) -> AlertRecord | None:
+    """The worst alert that fires for a pool. The list has the worst first."""
     own = {"engine_id": engine.engine_id, "pool": engine.pool, "rank": engine.rank}
     for one in alerts:
         if one.state == "firing" and all(one.labels.get(name) == value for name, value in own.items()):
-            return f"{one.summary}, for {duration(max(0.0, now_unix - one.started_unix))}"
-    return ""
+            return one
+    return None
 
 
 def fleet_html(cards: Sequence[PoolCard], theme: Theme) -> str:
@@ -149,15 +171,16 @@ def chosen_of(choice: str) -> tuple[int, str]:
 def _card_html(card: PoolCard, theme: Theme) -> str:
     tone = "bad" if card.rate is not None and card.rate > card.threshold else ""
     state = card.state.replace(" ", "-")
+    badge = f'<span class="kv-state replay" title="{A_REPLAY}">replay</span>' if card.replay else ""
     inner = (
         f'<span class="kv-card-head"><b title="{escape(card.id)}">{escape(shortened(card.id, NAME_CHARACTERS))}</b>'
-        f'<span class="kv-state {escape(state)}">{escape(card.state)}</span></span>'
+        f'{badge}<span class="kv-state {escape(state)}">{escape(card.state)}</span></span>'
         f'<span class="kv-detail-line">{escape(_facts(card))}</span>'
         f'<span class="kv-card-body"><span class="kv-value {tone}">F {rate(card.rate)}</span>'
         f"{_line_svg(card, theme)}</span>"
         f"{_bar_html(card, theme)}"
         f'<span class="kv-detail-line">{escape(_amounts(card))}</span>'
-        f'<span class="kv-concern {"alarm" if card.in_need else ""}">{escape(concern(card))}</span>'
+        f'<span class="kv-concern {escape(card.tone)}">{escape(concern(card))}</span>'
     )
     if card.agent is None:
         return f'<div class="kv-card" title="{NO_AGENT}">{inner}</div>'
@@ -234,6 +257,7 @@ def card_rows(cards: Sequence[PoolCard]) -> list[dict[str, object]]:
             "kind": card.kind,
             "model": card.model,
             "state": card.state,
+            "replay": card.replay,
             "concern": concern(card),
             "fragmentation_rate": card.rate,
             **{f"{name}_blocks": card.blocks.get(name) for name in STATE_ORDER},

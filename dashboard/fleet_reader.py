@@ -12,7 +12,7 @@ from typing import Protocol
 from agent.client import AgentClient, AgentRefused, AgentUnavailable
 from agent.wire import EngineList
 from agent.wire_alerts import AlertRecord
-from dashboard.fleet import LINE_POINTS, LINE_SECONDS, Fleet, PoolCard, alert_words, card_of, unmapped_card
+from dashboard.fleet import LINE_POINTS, LINE_SECONDS, Fleet, PoolCard, alert_words, card_of, unmapped_card, worst_of
 from dashboard.prometheus import PrometheusUnavailable
 
 FRESH_SECONDS = 2.5  # a reading is shared by all that ask within this time
@@ -88,7 +88,7 @@ class FleetReader:
         try:
             listing = client.engines()
         except (AgentUnavailable, AgentRefused) as error:
-            why = f"{name}: {self._reason(error)}"
+            why = f"{name}: {self._reason(error)}" if name else self._reason(error)  # the only one has no name
             self._silent[index] = (self._clock(), why)
             return why
         self._silent.pop(index, None)
@@ -136,5 +136,9 @@ def _alerts(client: AgentClient) -> tuple[float, list[AlertRecord]]:
 def _cards(listing: EngineList, agent: int, name: str, alerts: tuple[float, list[AlertRecord]]) -> list[PoolCard]:
     now_unix, firing = alerts
     threshold = listing.agent.threshold
-    mapped = [card_of(each, agent, name, threshold, alert_words(firing, each, now_unix)) for each in listing.engines]
+    mapped: list[PoolCard] = []
+    for each in listing.engines:
+        worst = worst_of(firing, each)
+        severity = "" if worst is None else worst.severity
+        mapped.append(card_of(each, agent, name, threshold, alert_words(firing, each, now_unix), severity))
     return mapped + [unmapped_card(each, agent, name) for each in listing.unmapped]

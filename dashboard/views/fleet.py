@@ -30,7 +30,7 @@ def _cards(context: Context) -> None:
             shown = [card for card in fleet.cards if wanted.lower() in _text(card)]
             exports.offer("fleet", lambda: card_rows(shown))
         if fleet.troubles:
-            show_condition(_silent(fleet))
+            show_condition(silent(fleet))
         if shown:
             chosen = show_choices(fleet_html(shown, context.theme), key="fleet_cards")
             if chosen:
@@ -66,14 +66,19 @@ def _filtered() -> None:
 
 
 def _text(card: PoolCard) -> str:
-    return f"{card.id} {card.model} {card.kind} {card.where} {card.state}".lower()
+    return f"{card.id} {card.model} {card.kind} {card.where} {card.state}{' replay' if card.replay else ''}".lower()
 
 
-def _silent(fleet: Fleet) -> Condition:
+def silent(fleet: Fleet) -> Condition:
+    """Who did not answer. There are some."""
+    silent = len(fleet.troubles)
     told = "; ".join(fleet.troubles[:3])
-    more = f"; and {len(fleet.troubles) - 3} more" if len(fleet.troubles) > 3 else ""
+    more = f"; and {silent - 3} more" if silent > 3 else ""
+    who = f"{silent} of {fleet.sources} sources {'does' if silent == 1 else 'do'} not answer"
     return Condition(
         "warning",
-        f"{len(fleet.troubles)} of {fleet.sources} sources do not answer: {told}{more}",
-        "Their pools are not shown. See that they run, and that the dashboard may reach them.",
+        f"{'The agent does not answer' if fleet.sources == 1 else who}: {told}{more}",
+        "Its pools are not shown. See that it runs, and that the dashboard may reach it."
+        if silent == 1
+        else "Their pools are not shown. See that they run, and that the dashboard may reach them.",
     )

@@ -21,6 +21,7 @@ from dashboard.fleet import NO_AGENT, Fleet, PoolCard, alert_words, card_of, cho
 from dashboard.fleet_reader import FleetReader
 from dashboard.palette import LIGHT
 from dashboard.prometheus import Prometheus, PrometheusUnavailable, cards_of
+from dashboard.views.fleet import silent
 
 Summary = Callable[..., wire.EngineSummary]
 
@@ -77,6 +78,48 @@ def test_concerns_are_told_with_the_gravest_first(summary: Summary) -> None:
     calm = wire.Forecast(exhaustion_seconds=None, reason="")
     assert concern(card_of(summary(forecast=calm), 1, "", 0.3)) == "F above 0.30"
     assert concern(card_of(summary(forecast=calm), 1, "", 0.6)) == "calm"
+
+
+@pytest.mark.parametrize(
+    ("severity", "changes", "tone"),
+    [
+        ("critical", {}, "alarm"),
+        ("warning", {}, "warning"),
+        ("info", {}, "info"),
+        ("info", {"degraded": True}, "alarm"),
+        ("", {}, ""),
+    ],
+)
+def test_a_concern_is_coloured_as_its_alert(
+    summary: Summary, severity: str, changes: dict[str, Any], tone: str
+) -> None:
+    card = card_of(summary(**changes), 1, "", 0.3, "F is high" if severity else "", severity)
+    assert card.tone == tone
+    assert f'class="kv-concern {tone}"' in fleet_html([card], LIGHT)
+
+
+def test_a_replay_is_never_taken_for_an_engine(summary: Summary) -> None:
+    badge = ">replay</span>"
+    assert badge in fleet_html([card_of(summary(replay=True), 1, "", 0.3)], LIGHT)
+    assert badge not in fleet_html([card_of(summary(), 1, "", 0.3)], LIGHT)
+
+
+def test_who_does_not_answer_is_said_in_words() -> None:
+    def told(*troubles: str, sources: int) -> str:
+        return silent(Fleet.of([], troubles, sources)).what
+
+    assert told("no answer", sources=1) == "The agent does not answer: no answer"
+    assert told("a: no", sources=3) == "1 of 3 sources does not answer: a: no"
+    assert told("a: no", "b: no", sources=3) == "2 of 3 sources do not answer: a: no; b: no"
+
+
+def test_the_only_agent_has_no_name() -> None:
+    made = FleetReader([("", AgentClient("http://127.0.0.1:9"))])
+    try:
+        (trouble,) = made.read().troubles
+    finally:
+        made.close()
+    assert trouble.startswith("no answer")
 
 
 def test_alerts_are_of_the_pool_that_they_name(summary: Summary) -> None:
