@@ -15,8 +15,8 @@ from dashboard.wording import NOT_KNOWN, count, duration
 POOL_LABELS = ("engine_id", "rank", "pool")
 
 
-def tiles_of(found: AlertList) -> list[Tile]:
-    """How much of what there is."""
+def tiles_of(found: AlertList, *, replay: bool = False) -> list[Tile]:
+    """How much of what there is. `replay`: of a recording, which tells nobody and keeps nothing."""
     firing = [one for one in found.open if one.state == "firing"]
     worst = firing[0].severity if firing else ""
     failing = [one for one in found.sinks if one.failing_seconds is not None]
@@ -45,7 +45,9 @@ def tiles_of(found: AlertList) -> list[Tile]:
         Tile(
             "Receivers",
             f"{count(len(failing))} failing" if failing else f"{count(len(found.sinks))} well",
-            f"{count(waiting)} changes wait to be sent"
+            "a recording tells nobody"
+            if replay
+            else f"{count(waiting)} changes wait to be sent"
             + ("" if found.kept else " · kept in memory alone: set KVATLAS_STATE_DIR"),
             "Who is told; below the state of each.",
             "bad" if failing else "",
@@ -95,7 +97,7 @@ def links_html(records: Sequence[AlertRecord], agent: str | None = None) -> str:
     without = [rule for rule, url in books.items() if url is None]
     if without:
         rules = ", ".join(map(escape, without))
-        links.append(f"<span>Runbook: docs/alerts.md, {rules} (KVATLAS_ALERT_RUNBOOK makes it a link)</span>")
+        links.append(f"<span>Runbook: docs/runbook.md, {rules} (KVATLAS_ALERT_RUNBOOK makes it a link)</span>")
     return f'<p class="kv-links">{" ".join(links)}</p>' if links else ""
 
 

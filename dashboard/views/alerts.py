@@ -46,13 +46,14 @@ def show(context: Context) -> None:
 def _standing(context: Context, shown: list[AlertList]) -> None:
     with timed("alerts"):
         found = ask(context.client.alerts)
-        if found is None:
+        listing = ask(context.client.engines) if found is not None else None
+        if found is None or listing is None:
             return
         shown[:] = [found]
         told = [one for one in found.open if one.state != "pending"]
         pending = [one for one in found.open if one.state == "pending"]
         st.html(
-            widgets.tiles_html(alert_cards.tiles_of(found))
+            widgets.tiles_html(alert_cards.tiles_of(found, replay=listing.agent.replay is not None))
             + widgets.heading_html("Firing", "the worst first")
             + alert_cards.cards_html(told, found.now_unix, "No alert fires.")
         )

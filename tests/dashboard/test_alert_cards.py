@@ -86,7 +86,7 @@ def test_nothing_from_outside_is_markup() -> None:
     [
         ("https://book.example/alerts#x", '<a href="https://book.example/alerts#x">Runbook: pool-nearly-full</a>'),
         ("javascript:alert(1)", ""),
-        (None, "docs/alerts.md, pool-nearly-full"),
+        (None, "docs/runbook.md, pool-nearly-full"),
     ],
 )
 def test_runbooks_are_links_where_they_may_be(url: str | None, part: str) -> None:
@@ -103,6 +103,8 @@ def test_how_much_there_is() -> None:
     calm = {tile.label: tile for tile in alert_cards.tiles_of(listing(kept=False))}
     assert (calm["Firing"].value, calm["Firing"].tone) == ("0", "")
     assert "KVATLAS_STATE_DIR" in calm["Receivers"].detail
+    recorded = {tile.label: tile for tile in alert_cards.tiles_of(listing(kept=False), replay=True)}
+    assert "KVATLAS_STATE_DIR" not in recorded["Receivers"].detail
 
 
 def test_the_line_above_every_view() -> None:
