@@ -12,6 +12,7 @@ from agent.wire import AgentStatus, EngineSummary, ReplayStatus
 from dashboard.wording import duration
 
 MEANINGFUL_STATES = ("live", "stale", "stalled")  # of pools whose states of blocks mean something
+GOOD_ORDER = "in good order"  # how the agent's reason ends where an engine closed its map itself
 HEARTBEAT_LOST_SECONDS = 3.0  # it beats twice a second
 
 Severity = Literal["error", "warning", "info"]
@@ -82,7 +83,15 @@ def conditions_of(engine: EngineSummary) -> list[Condition]:
     """All that stands between the operator and the numbers of this pool; empty for a live one."""
     found: list[Condition] = []
     because = f" ({engine.reason})" if engine.reason else ""
-    if engine.state == "gone":
+    if engine.state == "gone" and engine.reason.endswith(GOOD_ORDER):
+        found.append(
+            Condition(
+                "info",
+                f"The engine ended in good order. Its last map was read {duration(engine.snapshot_age_seconds)} ago.",
+                "Its pool returns when it is started again.",
+            )
+        )
+    elif engine.state == "gone":
         found.append(
             Condition(
                 "error",

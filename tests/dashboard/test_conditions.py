@@ -90,6 +90,15 @@ def test_each_condition_says_what_and_what_to_do(
     assert conditions.map_is_meaningful(engine) is drawn
 
 
+def test_an_engine_that_ended_in_good_order_is_no_alarm(summary: Summary) -> None:
+    (ended,) = conditions.conditions_of(summary(state="gone", reason="the engine ended in good order"))
+    (lost,) = conditions.conditions_of(summary(state="gone", reason="the engine ended without closing its map"))
+    assert (ended.severity, lost.severity) == ("info", "error")
+    assert "in good order" in ended.what
+    assert "out-of-memory" not in ended.action
+    assert "out-of-memory" in lost.action
+
+
 def test_a_stopped_process_is_resumed_and_a_hung_one_looked_into(summary: Summary) -> None:
     hung, stopped = (
         conditions.conditions_of(summary(state="stalled", heartbeat_age_seconds=age))[0].action for age in (0.4, 6.0)
