@@ -9,7 +9,7 @@ from typing import Literal
 
 from agent.client import AgentRefused
 from agent.wire import AgentStatus, EngineSummary, ReplayStatus
-from dashboard.wording import duration
+from dashboard.wording import duration, shortened
 
 MEANINGFUL_STATES = ("live", "stale", "stalled")  # of pools whose states of blocks mean something
 GOOD_ORDER = "in good order"  # how the agent's reason ends where an engine closed its map itself
@@ -54,6 +54,15 @@ def not_listed(pool: str) -> Condition:
         "warning",
         f"The agent no longer lists {pool}.",
         "Its engine ended or its map was removed. Pick another pool; this one comes back by itself if its engine does.",
+    )
+
+
+def no_such_agent(named: str, agents: int) -> Condition:
+    there_are = "one agent" if agents == 1 else f"agents 1 to {agents}"
+    return Condition(
+        "error",
+        f"No agent {shortened(named, 20)!r} is known: this dashboard has {there_are}. Nothing of another one is shown.",
+        "Pick a pool above, or take agent= out of the page's address.",
     )
 
 

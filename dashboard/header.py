@@ -11,7 +11,8 @@ from agent.wire import EngineList, EngineSummary, UnmappedEngine
 from dashboard import address, conditions, engine_metrics
 from dashboard.context import show_condition
 from dashboard.firing import show_firing
-from dashboard.source import REFRESH_SECONDS, chosen_agent, client, fleet_reader, source, timed
+from dashboard.source import REFRESH_SECONDS, chosen_agent, client, fleet_reader, source, timed, unknown_agent
+from dashboard.wording import shortened
 
 # Each is a module of dashboard.views.
 VIEWS = ("fleet", "pool", "time", "requests", "compaction", "memory", "alerts")
@@ -72,10 +73,18 @@ def _banners(known: frozenset[Pool]) -> None:
         with st.container(key="banners"):
             # Before the banner: a browser may draw between the two.
             alone = chosen_view() not in OF_ALL  # about what this one agent tells
-            if alone and (listing is None or (chosen_view() not in WITHOUT_POOL and (agent, chosen) not in known)):
+            unknown = unknown_agent()
+            if alone and (
+                unknown is not None
+                or listing is None
+                or (chosen_view() not in WITHOUT_POOL and (agent, chosen) not in known)
+            ):
                 st.html(NOTHING_BELOW)
             if paused():
                 st.info("**Paused.** The page shows everything as it was when it was paused. Switch off to go on.")
+            if unknown is not None:
+                show_condition(conditions.no_such_agent(unknown, len(source().agent_urls)))
+                return
             for condition in (trouble if alone else []) if listing is None else _conditions(listing, chosen):
                 show_condition(condition)
             if listing is not None:
@@ -127,8 +136,10 @@ def _view_picked() -> None:
 
 def _pick_pool(pools: Mapping[Pool, float]) -> None:
     """The pool chosen before stays chosen, listed or not: an operator's choice is not ours to change."""
-    id = address.get(address.POOL)
-    if id is None:
+    id, unknown = address.get(address.POOL), unknown_agent()
+    if unknown is not None:
+        pass  # a banner says so: which pool is meant is not ours to guess
+    elif id is None:
         worst = min(pools, key=lambda pool: (pools[pool], pool[1]), default=None)
         if worst is None:
             return
@@ -136,8 +147,11 @@ def _pick_pool(pools: Mapping[Pool, float]) -> None:
     elif len(source().agent_urls) > 1 and address.get(address.AGENT) is None:
         _choose(min((agent for agent, known in pools if known == id), default=1), id)  # a link that names no agent
     chosen = (chosen_agent(), address.get(address.POOL) or "")
-    names = {_pool_name(pool): pool for pool in sorted({*pools, chosen}, key=lambda pool: (pool[1], pool[0]))}
-    _follow(_POOL_PICKER, _pool_name(chosen))
+    offered = {*pools} if unknown is not None else {*pools, chosen}
+    names = {_pool_name(pool): pool for pool in sorted(offered, key=lambda pool: (pool[1], pool[0]))}
+    shown = _pool_name(chosen) if unknown is None else f"{chosen[1]} \N{MIDDLE DOT} agent {shortened(unknown, 20)}"
+    names.setdefault(shown, chosen)
+    _follow(_POOL_PICKER, shown)
     st.selectbox(
         "Pool", list(names), key=_POOL_PICKER, on_change=_pool_picked, args=(names,), label_visibility="collapsed"
     )

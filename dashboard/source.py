@@ -71,10 +71,17 @@ def source() -> Source:
 
 
 def chosen_agent() -> int:
-    """Number of the agent that the address names, from 1; the first where it names none that there is."""
-    named = address.get(address.AGENT) or ""
-    number = int(named) if named.isdecimal() and len(named) < 7 else 1
-    return number if 1 <= number <= len(source().agent_urls) else 1
+    """Number of the agent that the address names, from 1; the first where it names none that there is, which
+    `unknown_agent` tells."""
+    return 1 if unknown_agent() is not None else int(address.get(address.AGENT) or 1)
+
+
+def unknown_agent() -> str | None:
+    """What the address names as an agent, where there is none of that number."""
+    named = address.get(address.AGENT)
+    if named is None or (named.isascii() and named.isdecimal() and len(named) < 7):
+        return None if named is None or 1 <= int(named) <= len(source().agent_urls) else named
+    return named
 
 
 def client() -> AgentClient:

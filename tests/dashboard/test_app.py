@@ -123,6 +123,21 @@ def test_a_pool_that_is_not_listed_stays_chosen_and_is_said(
     assert figures_of(test) == 0
 
 
+def test_an_agent_that_is_not_known_is_said_and_no_other_is_shown(
+    app: Callable[..., AppTest], watched: tuple[str, list[Any]]
+) -> None:
+    url, pools = watched
+    test = app(url, pool=pools[0].id, agent="7")
+    assert not test.exception
+    assert [("agent '7'" in one.value.replace("\\", ""), "one agent" in one.value) for one in test.error] == [
+        (True, True)
+    ]
+    assert "kv-nothing-below" in html_of(test)
+    test.selectbox[0].select(pools[0].id).run()
+    assert not test.error
+    assert test.query_params.get("agent") is None
+
+
 def test_paused_is_said(app: Callable[..., AppTest], watched: tuple[str, list[Any]]) -> None:
     url, _ = watched
     test = app(url)
