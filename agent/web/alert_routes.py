@@ -79,7 +79,12 @@ def add_alerts(
     async def unmute(id: MuteId) -> Response:
         """End a mute now; what fires still is told then. Answers with the mutes that are left."""
         if not await apart(lambda: alerting.store.remove_mute(id)):
-            raise ApiError(404, "not_found", f"no mute {id!r}", "GET /v1/mutes lists those that there are")
+            raise ApiError(
+                404,
+                "not_found",
+                f"no mute {id!r}",
+                "kvatlas alerts mutes, or GET /v1/mutes, lists those that there are",
+            )
         found = await apart(alerting.store.mutes)
         return json_response(wire.MuteList(mutes=[_mute(one) for one in found]))
 
@@ -128,7 +133,9 @@ def _add(alerting: Alerting, order: wire.MuteOrder, now_unix: float) -> Mute:
             expires_at=now_unix + order.seconds,
         )
     except AlertsConfigError as error:
-        raise ApiError(400, "bad_request", str(error), "GET /docs describes a mute") from error
+        named = order.rule or order.engine
+        hint = "kvatlas alerts mute --help says what it takes" if named else "choose a rule or an engine"
+        raise ApiError(400, "bad_request", str(error), hint) from error
     alerting.store.add_mute(made)
     return made
 

@@ -130,7 +130,7 @@ def test_a_mute_ends_by_itself(world: World) -> None:
     ("order", "part"),
     [
         ({"rule": "pool-nearly-ful"}, "did you mean pool-nearly-full?"),
-        ({"rule": None}, "names a rule, an engine, or both"),
+        ({"rule": None}, "choose a rule or an engine"),
         ({"author": " "}, "has an author"),
         ({"seconds": 0}, "seconds"),
         ({"seconds": 1e9}, "at most 30 days"),
@@ -170,6 +170,7 @@ def test_only_who_may_change_things_mutes(world: World) -> None:
     assert world.client.delete("/v1/mutes/1").status_code == 401
     missing = world.client.delete("/v1/mutes/1", headers=TOKEN)
     assert (missing.status_code, missing.json()["error"]) == (404, "not_found")
+    assert "kvatlas alerts mutes" in missing.json()["action"]
 
 
 def test_there_are_only_so_many_mutes(world: World) -> None:
