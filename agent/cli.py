@@ -129,13 +129,13 @@ def _add(name: str, make: Callable[[], Callable[..., Any]]) -> None:
 
 @app.command(name="map")
 def map_(
-    file: Annotated[Path, typer.Argument(help="An allocation map (*.kvmap).")],
+    file: Annotated[str, typer.Argument(help="An allocation map (*.kvmap), or an engine of this host by its id.")],
     as_json: Json = False,
 ) -> None:
     """Read one allocation map and say what it holds."""
-    from agent.commands.map_file import describe_map, render_map
+    from agent.commands.map_file import describe_map, map_named, render_map
 
-    facts = describe_map(file)
+    facts = describe_map(map_named(file))
     _print(facts) if as_json else print(render_map(facts))
 
 
@@ -247,8 +247,9 @@ def dashboard(
         str, typer.Option(envvar="KVATLAS_DASHBOARD_LISTEN", help="HOST:PORT to serve the page on.")
     ] = DASHBOARD_ADDRESS,
     agent: Annotated[
-        str, typer.Option(envvar="KVATLAS_AGENT_URL", help="Address of the agent, or several with commas between.")
-    ] = AGENT_URL,
+        list[str] | None,
+        typer.Option(envvar="KVATLAS_AGENT_URL", help="Address of an agent; again, or with commas, for more."),
+    ] = None,
     prometheus: Annotated[
         str, typer.Option(envvar="KVATLAS_PROMETHEUS_URL", help="A Prometheus that scrapes agents, for the fleet.")
     ] = "",
@@ -259,8 +260,9 @@ def dashboard(
     """Serve the page that shows the pools of one agent, or of a fleet."""
     if find_spec("dashboard") is None or find_spec("streamlit") is None:
         raise SettingsError("the dashboard is not in this environment; pip install 'kvatlas[dashboard]'")
+    agents = ",".join(agent or (AGENT_URL,))
     # By name: the agent may not import the dashboard. -P keeps the current folder off the module path.
-    command = [sys.executable, "-P", "-m", "dashboard", "--listen", listen, "--agent", agent, "--base-path", base_path]
+    command = [sys.executable, "-P", "-m", "dashboard", "--listen", listen, "--agent", agents, "--base-path", base_path]
     command += ["--prometheus", prometheus]
     sys.stdout.flush()
     os.execv(sys.executable, command)  # noqa: S606 - no shell; this process becomes the server

@@ -1,4 +1,4 @@
-"""`kvatlas map FILE`: one allocation map, read once and told."""
+"""`kvatlas map FILE` or `ENGINE`: one allocation map, read once and told."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+from agent.commands.compact import find_map
 from agent.fragmentation import FragmentationReport, analyze
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import MapUnavailable
+from engine_shim.layout import MAP_SUFFIX
 from engine_shim.snapshot import MapSnapshot
 
 SCHEMA = "kvatlas.map/v1"
+
+
+def map_named(name: str) -> Path:
+    """The file itself; where none is of that name, the map of the engine with that id. Raises as `find_map` does."""
+    path = Path(name)
+    if path.exists() or path.name != name or name.endswith(MAP_SUFFIX):
+        return path
+    return find_map(name).path
 
 
 def describe_map(path: Path, *, now_unix: float | None = None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def replay(
 ) -> None:
     """Serve a recording to the dashboard and the API as if its engine ran; every answer says that it is a replay."""
     from agent.config import load_settings
+    from agent.recording.chunks import RecordingError
     from agent.recording.player import MAX_SPEED, MIN_SPEED
     from agent.recording.reading import Recording
     from agent.recording.serving import run_replay
@@ -38,6 +39,8 @@ def replay(
     if not MIN_SPEED <= speed <= MAX_SPEED:
         raise SettingsError(f"speed={speed:g}: give {MIN_SPEED:g} to {MAX_SPEED:g}")
     settings = load_settings({} if listen is None else {"listen": listen}, file=config)
+    if not file.exists():
+        raise RecordingError(f"{file}: no such recording; kvatlas record ENGINE -o FILE makes one")
     recording = Recording(file)
     try:
         start_ns = None if start is None else place_of(start, recording.start_ns, recording.end_ns)

@@ -109,7 +109,9 @@ def _once(client: AgentClient, address: str, pool: str | None, columns: int) -> 
     try:
         look = take(client, pool, columns)
     except AgentUnavailable as error:
-        raise AgentUnavailable(without_password(f"{error}; is it running?", address)) from error
+        raise AgentUnavailable(
+            without_password(f"{error}; is it running? kvatlas agent starts one, --agent names another", address)
+        ) from error
     except AgentRefused as error:
         raise KvatlasError(without_password(str(error), address)) from error
     if pool is not None and look.chosen not in look.ids:

@@ -89,7 +89,7 @@ def _head(frame: Frame, look: Look, glyphs: Glyphs) -> Text:
     now = time.strftime("%H:%M:%S UTC", time.gmtime(look.listing.now_unix))
     line = Text.assemble((f"kvatlas top {glyphs.plain(frame.address)}", "bold"), f"  {now}")
     if (replay := look.listing.agent.replay) is not None:
-        line.append(f"  REPLAY of {glyphs.plain(replay.file)}, no engine", "bold reverse")
+        line.append(f"  REPLAY of {glyphs.plain(replay.file)}", "bold reverse")
     if frame.paused:
         line.append("  PAUSED", "bold reverse")
     unreadable = len(look.listing.agent.unreadable)

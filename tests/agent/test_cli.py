@@ -59,6 +59,23 @@ def test_map(start_engine: Start, capsys: Capture) -> None:
     assert not json_of(capsys, "map", str(engine.path), "--json")["writer_alive"]
 
 
+def test_map_of_an_engine_by_its_id(
+    start_engine: Start, folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVATLAS_DIR", str(folder))
+    engine = start_engine(total_blocks=10)
+    assert json_of(capsys, "map", "engine", "--json")["file"] == str(engine.path)
+    assert cli.main(["map", "nobody"]) == 2
+    refused = capsys.readouterr().err
+    assert "no engine 'nobody'" in refused
+    assert "kvatlas doctor" in refused
+
+
+def test_a_recording_that_is_not_there(tmp_path: Path, capsys: Capture) -> None:
+    assert cli.main(["replay", str(tmp_path / "none.kvrec")]) == 1
+    assert "kvatlas record ENGINE -o FILE makes one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "reason"), [(None, "No such file"), (b"something else", "wrong magic"), (b"KVATLAS\0", "cut short")]
 )
@@ -281,6 +298,14 @@ def test_dashboard_becomes_another_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert cli.main(["dashboard", "--listen", "127.0.0.1:9", "--agent", "http://127.0.0.1:8"]) == 0
     assert called[0][1:4] == ["-P", "-m", "dashboard"]
     assert called[0][4:8] == ["--listen", "127.0.0.1:9", "--agent", "http://127.0.0.1:8"]
+    monkeypatch.delenv("KVATLAS_AGENT_URL", raising=False)
+    for given, told in (
+        (["--agent", "http://a:1", "--agent", "http://b:2"], "http://a:1,http://b:2"),
+        (["--agent", "http://a:1,http://b:2"], "http://a:1,http://b:2"),
+        ([], cli.AGENT_URL),
+    ):
+        assert cli.main(["dashboard", *given]) == 0
+        assert called[-1][7] == told
 
 
 def test_dashboard_where_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
