@@ -63,13 +63,12 @@ def tiles_of(state: CompactionState) -> list[Tile]:
         Tile(
             "Acts by itself",
             "yes" if state.automatic else "no",
-            "this agent may" if state.automatic else "why is said below",
+            "this agent may" if state.automatic else f"why is said {'above' if _told_above(state) else 'below'}",
             "Whether the agent's policy may act here: the setting compaction, and the kill switch.",
         ),
         Tile(
             "Next run",
-            "now" if state.next_run_seconds is None else f"in {duration(state.next_run_seconds)}",
-            "no pause" if state.next_run_seconds is None else "cooldown or back-off",
+            *_next_run(state),
             "When the policy may begin a run again, if it finds one worth it.",
         ),
         Tile(
@@ -107,15 +106,28 @@ def tiles_of(state: CompactionState) -> list[Tile]:
 def notes_of(state: CompactionState) -> list[str]:
     """Reasons that are too long for a tile."""
     notes = []
-    if not state.automatic:
+    if not state.automatic and not _told_above(state):
         notes.append(f"The policy does not act here: {state.automatic_reason}.")
     if state.relocation_held:
         notes.append(f"The policy leaves relocation off: {state.relocation_held}.")
-    if state.engine.reason:
+    if state.engine.reason and (state.automatic or state.engine.reason not in state.automatic_reason):
         notes.append(f"The engine says: {state.engine.reason}.")
     if state.undone_reason:
         notes.append(f"The last run did not last: {state.undone_reason}.")
     return notes
+
+
+def _next_run(state: CompactionState) -> tuple[str, str]:
+    if not state.automatic:
+        return "none by itself", "a run may be asked for"
+    if state.next_run_seconds is None:
+        return "now", "no pause"
+    return f"in {duration(state.next_run_seconds)}", "cooldown or back-off"
+
+
+def _told_above(state: CompactionState) -> bool:
+    """Whether the decision that stands says already why the policy does not act."""
+    return bool(state.automatic_reason) and state.automatic_reason in state.reason
 
 
 def verdict_html(state: CompactionState) -> str:
@@ -129,13 +141,14 @@ def verdict_html(state: CompactionState) -> str:
 
 
 def verdicts_html(state: CompactionState) -> str:
-    """Newest first."""
+    """Newest first. Where the policy does not act, the reason that stands over the table is not said there again."""
     if not state.verdicts:
         return note_html("Nothing was decided yet.")
+    above = "" if state.automatic else state.reason
     rows = "".join(
         f"<tr><td>{moment(one.since_unix).removesuffix(' UTC')}</td>"
         f'<td class="kv-text">{escape(one.decision.replace("_", " "))}</td>'
-        f'<td class="kv-text">{escape(one.reason)}</td></tr>'
+        f'<td class="kv-text">{escape("as above" if one.reason == above else one.reason)}</td></tr>'
         for one in state.verdicts[:VERDICTS_SHOWN]
     )
     more = len(state.verdicts) - VERDICTS_SHOWN

@@ -98,11 +98,21 @@ def test_the_policy_at_one_look() -> None:
     off = state(automatic=False, automatic_reason="the kill switch was used", consumers=[], require_consumer=True)
     assert tile(off, "Acts by itself") == ("no", "why is said below")
     assert "The policy does not act here: the kill switch was used." in compaction_table.notes_of(off)
+    assert tile(off, "Next run")[0] == "none by itself"
     assert compaction_table.notes_of(state(undone_reason="")) == []
     many = state(consumers=["transfer", "offload", "pages", "a shrinking pool"])
     assert tile(many, "Consumers") == ("4", "transfer, offload and 2 more")
     assert tile(off, "Consumers") == ("none known", "one is required")
     assert tile(state(settled=True), "Back-off")[1].startswith("settled")
+
+
+def test_why_the_policy_does_not_act_is_said_once() -> None:
+    why = "the setting compaction is off"
+    verdict = wire.CompactionVerdict(since_unix=1_700_000_000, decision="hold_off", acts=False, reason=why)
+    off = state(automatic=False, automatic_reason=why, reason=why, decision="hold_off", verdicts=[verdict])
+    assert tile(off, "Acts by itself") == ("no", "why is said above")
+    parts = [compaction_table.verdict_html(off), *compaction_table.notes_of(off), compaction_table.verdicts_html(off)]
+    assert "".join(parts).count(why) == 1
 
 
 @pytest.mark.parametrize(("decision", "tone"), [("compact", "acts"), ("hold_backoff", "holds"), (None, "holds")])
