@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-from agent.wire_devices import CgroupMemory, Device, DeviceList, EngineAllocator, EngineProcess, MemoryRow
+from agent.wire_devices import CgroupMemory, Device, DeviceList, EngineAllocator, MemoryRow
 from dashboard.palette import Theme
 from dashboard.widgets import heading_html, note_html
 from dashboard.wording import count, duration, rate, share, size
 
+A_RECORDING = "recording"  # DeviceList.nvml of a replay
 ROWS = {
     "kv_pool": ("KV pool", "the engine's map: blocks × bytes of a block"),
     "engine_other": ("engine, the rest", "weights, activations, graphs and contexts: NVML does not tell them apart"),
@@ -26,6 +27,10 @@ ROWS = {
 
 def devices_html(found: DeviceList, theme: Theme) -> str:
     """Every device with its rows and processes; without one, why there is none."""
+    if found.nvml == A_RECORDING:
+        return heading_html("Devices") + note_html(
+            f"No device is shown: {found.nvml_reason}. The agent beside an engine tells its memory."
+        )
     age = "not read yet" if found.age_seconds is None else f"read {duration(found.age_seconds)} ago"
     driver = f"driver {found.driver_version}" if found.driver_version else ""
     number = f"{len(found.devices)} of {found.expected_devices} devices" if found.expected_devices is not None else ""
@@ -58,13 +63,15 @@ def host_html(found: DeviceList) -> str:
     return (
         heading_html("Host")
         + f'<table class="kv-table kv-words">{_head("of", "memory", "more")}{body}</table>'
-        + (heading_html("Engines' processes") + _engines(found.engines))
+        + (heading_html("Engines' processes") + _engines(found))
     )
 
 
-def allocators_html(allocators: Sequence[EngineAllocator]) -> str:
+def allocators_html(allocators: Sequence[EngineAllocator], *, recorded: bool = False) -> str:
     """torch's allocator in each engine, or why it tells nothing."""
     head = heading_html("torch's allocator", "kvatlas allocator ENGINE asks a live engine for a snapshot of it")
+    if not allocators and recorded:
+        return head + note_html("A recording does not hold what it told.")
     if not allocators:
         return head + note_html("No engine tells of it: that takes an engine with a control socket.")
     rows = "".join(_allocator(one) for one in allocators)
@@ -189,11 +196,11 @@ def _cgroup(group: CgroupMemory | None, reason: str) -> tuple[str, str]:
     return f"{size(group.usage_bytes)} used{of}", " · ".join(part for part in more if part)
 
 
-def _engines(engines: Sequence[EngineProcess]) -> str:
-    if not engines:
-        return note_html("No engine is known.")
+def _engines(found: DeviceList) -> str:
+    if not found.engines:
+        return note_html("A recording has no process." if found.nvml == A_RECORDING else "No engine is known.")
     rows = []
-    for one in engines:
+    for one in found.engines:
         pid = "not known" if one.pid is None else str(one.pid)
         if one.resident_bytes is None:
             memory, more = f"not known: {one.reason or 'not read yet'}", ""

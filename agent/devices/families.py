@@ -38,7 +38,12 @@ def device_families(view: DevicesView) -> list[Metric]:
         "Host memory of an engine's process, and of the control group that limits it.",
         labels=["engine_id", "rank", "kind"],
     )
-    if view.nvml.state not in (LibraryState.STARTING, LibraryState.OFF, LibraryState.NO_LIBRARY):
+    if view.nvml.state not in (
+        LibraryState.STARTING,
+        LibraryState.OFF,
+        LibraryState.RECORDING,
+        LibraryState.NO_LIBRARY,
+    ):
         nvml.add_metric([], view.nvml.state is LibraryState.OK)
     seen: set[str] = set()
     for device in _flat(view.devices):

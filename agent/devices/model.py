@@ -16,6 +16,7 @@ class LibraryState(StrEnum):
 
     STARTING = "starting"  # nothing was read yet
     OFF = "off"  # by setting
+    RECORDING = "recording"  # what is served is played back: there is nothing to be read
     OK = "ok"
     NO_BINDINGS = "no_bindings"
     NO_LIBRARY = "no_library"
@@ -32,6 +33,7 @@ class LibraryState(StrEnum):
         return self not in (
             LibraryState.STARTING,
             LibraryState.OFF,
+            LibraryState.RECORDING,
             LibraryState.OK,
             LibraryState.NO_BINDINGS,
             LibraryState.NO_LIBRARY,
@@ -247,3 +249,16 @@ NOTHING_READ = DevicesView(
     "not read yet",
     (),
 )
+
+NOTHING_RECORDED = DevicesView(
+    0.0,
+    None,
+    NvmlReading(LibraryState.RECORDING, "a recording has no devices"),
+    (),
+    None,
+    "a recording does not hold its host's memory",
+    None,
+    "a recording has no control group",
+    (),
+)
+"""Of a replay: those of the machine that it is played back on are another's."""

@@ -16,6 +16,7 @@ from agent.compaction.audit import AuditLog
 from agent.compaction.driver import CompactionDriver
 from agent.compaction.settings import Scope
 from agent.config import AgentSettings
+from agent.devices.model import NOTHING_RECORDED
 from agent.exporter import Exporter
 from agent.history import MemoryHistory
 from agent.recording.past import RecordedPast
@@ -133,6 +134,7 @@ class Session:
                 threshold=settings.threshold,
                 started_unix=header.started_unix,
                 clock=clock,
+                devices=lambda: NOTHING_RECORDED,
                 past=RecordedPast(recording, self._monotonic_ns),
                 replay=replay,
             )

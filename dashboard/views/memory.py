@@ -30,5 +30,5 @@ def _devices(context: Context, shown: list[DeviceList]) -> None:
         st.html(
             memory_tables.devices_html(found, context.theme)
             + memory_tables.host_html(found)
-            + memory_tables.allocators_html(found.allocators)
+            + memory_tables.allocators_html(found.allocators, recorded=found.nvml == memory_tables.A_RECORDING)
         )

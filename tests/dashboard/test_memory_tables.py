@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from agent.devices.model import NOTHING_READ, NOTHING_RECORDED
+from agent.sampling.model import Clock
+from agent.web.device_routes import describe_devices
 from agent.wire_devices import (
     CgroupMemory,
     Device,
@@ -101,6 +104,17 @@ def test_what_is_not_known_has_its_reason_and_no_zero(changes: dict[str, Any], w
 def test_without_a_library_it_says_why() -> None:
     text = tables.devices_html(listing(nvml="no_library", nvml_reason="libnvidia-ml.so.1 is not there"), LIGHT)
     assert "No device is shown: libnvidia-ml.so.1 is not there." in text
+
+
+def test_a_recording_waits_for_no_reading() -> None:
+    found = describe_devices(NOTHING_RECORDED, Clock())
+    text = tables.devices_html(found, LIGHT) + tables.host_html(found)
+    text += tables.allocators_html(found.allocators, recorded=True)
+    assert "a recording has no devices" in text
+    assert "not read yet" not in text
+    assert "No engine" not in text
+    starting = describe_devices(NOTHING_READ, Clock())
+    assert "not read yet" in tables.devices_html(starting, LIGHT)
 
 
 def test_host_and_processes() -> None:

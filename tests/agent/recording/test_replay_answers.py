@@ -197,6 +197,20 @@ def test_at_twenty_instants_every_answer_of_a_replay_is_the_live_one(recorded: R
     assert compare(recorded, recorded.path) == []
 
 
+def test_a_replay_has_no_devices_and_waits_for_none(recorded: Recorded) -> None:
+    recording = Recording(recorded.path)
+    player = Player(recording, SETTINGS, GUARD, paused=True)
+    try:
+        with TestClient(player) as client:
+            found = client.get("/v1/devices").json()
+    finally:
+        player.stop()
+        recording.close()
+    assert (found["nvml"], found["nvml_reason"]) == ("recording", "a recording has no devices")
+    assert found["devices"] == []
+    assert "not read yet" not in (found["host_reason"], found["cgroup_reason"])
+
+
 def test_the_traffic_that_is_compared_has_everything_in_it(recorded: Recorded) -> None:
     """A comparison of empty answers would prove nothing."""
     instants = list(recorded.live.values())
