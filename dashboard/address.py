@@ -47,3 +47,11 @@ def put(name: str, value: str | None) -> None:
         st.query_params[name] = value
     elif not value and name in st.query_params:
         del st.query_params[name]
+
+
+def set_anew(key: str) -> None:
+    """Once in each run of the whole page, for a control that is set from the address only where it differs.
+
+    After another view was open the browser draws it anew, with its default, and sends that as the operator's choice.
+    """
+    st.session_state.pop(key, None)

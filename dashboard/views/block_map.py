@@ -17,7 +17,7 @@ from dashboard.wording import count, shortened
 
 MAP_HEIGHT = 456
 COLOURS = ("state", "owner", "age", "references")
-_PICKER = "colour_picker"
+PICKER = "colour_picker"
 _SLOTS = "owner_slots"
 
 
@@ -52,14 +52,14 @@ def _head(engine: EngineSummary, cells: MapCells) -> str:
     """The heading, the choice of colours and the files; returns what the colours tell."""
     named = address.get(address.COLOUR)
     by = named if named in COLOURS else COLOURS[0]
-    if st.session_state.get(_PICKER) != by:
-        st.session_state[_PICKER] = by
+    if st.session_state.get(PICKER) != by:
+        st.session_state[PICKER] = by
     with st.container(key="map_head", horizontal=True, vertical_alignment="center"):
         st.html(widgets.heading_html("Block map"), width="content")
         st.segmented_control(
             "Colour by",
             COLOURS,
-            key=_PICKER,
+            key=PICKER,
             format_func=str.capitalize,
             required=True,
             on_change=_colour_picked,
@@ -71,7 +71,7 @@ def _head(engine: EngineSummary, cells: MapCells) -> str:
 
 
 def _colour_picked() -> None:
-    picked = st.session_state[_PICKER]
+    picked = st.session_state[PICKER]
     address.put(address.COLOUR, None if picked == COLOURS[0] else picked)
 
 

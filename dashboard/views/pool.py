@@ -5,10 +5,10 @@ from __future__ import annotations
 import streamlit as st
 
 from agent.wire import EngineSummary
-from dashboard import conditions, engine_metrics, widgets
+from dashboard import address, conditions, engine_metrics, widgets
 from dashboard.context import Context, ask
 from dashboard.source import REFRESH_SECONDS, SLOW_REFRESH_SECONDS, timed
-from dashboard.views.block_map import show_block_map
+from dashboard.views.block_map import PICKER, show_block_map
 from dashboard.views.trends import show_lives, show_trends
 
 LIVES_REFRESH_SECONDS = 9.0  # counts since the engine's start: nothing in them hurries
@@ -16,6 +16,7 @@ LIVES_REFRESH_SECONDS = 9.0  # counts since the engine's start: nothing in them 
 
 def show(context: Context) -> None:
     """The upper part, refreshed often, and those below, which change ever more slowly."""
+    address.set_anew(PICKER)
     st.fragment(_now, run_every=context.every(REFRESH_SECONDS))(context)
     st.fragment(show_trends, run_every=context.every(SLOW_REFRESH_SECONDS))(context)
     st.fragment(show_lives, run_every=context.every(LIVES_REFRESH_SECONDS))(context)

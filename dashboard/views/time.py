@@ -53,6 +53,7 @@ def show(context: Context) -> None:
     """The scene, refreshed while it is live or played; and the black boxes, which do not change."""
     if context.pool is None:
         return
+    address.set_anew(_SLIDER)
     mode = _mode()
     seconds = {"live": SLOW_REFRESH_SECONDS, "playing": PLAY_SECONDS}.get(mode)
     every = context.every(seconds) if seconds else None

@@ -206,6 +206,11 @@ def test_the_scrubber_goes_from_frame_to_frame(world: World, window: Callable[..
     expect(page.get_by_role("button", name="Back to live")).to_be_disabled()
     opened.after_refreshes(2, MAP)  # a refresh is no choice: it stays live
     assert instant(page) is None
+    opened.to_view("alerts")  # nor is coming back from another view
+    expect(page.locator(".st-key-view_alerts .kv-tile").first).to_be_visible()
+    opened.to_view("time")
+    opened.after_refreshes(2, MAP)
+    assert instant(page) is None
     page.get_by_role("button", name="Earlier").click()
     page.wait_for_url("**at=*")
     at = instant(page)

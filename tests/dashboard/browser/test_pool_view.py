@@ -93,9 +93,12 @@ def test_colours_are_chosen_and_kept(world: dict[str, Any], window: Callable[...
     expect(page.locator(".kv-legend")).to_contain_text("others")
     opened.after_refreshes(1)
     opened.check_keyboard()
-    opened.to_view("fleet")
+    opened.to_view("time")
+    expect(page.locator(".st-key-view_time")).not_to_be_empty()
     opened.to_view("pool")
+    opened.after_refreshes(2)
     expect(page.locator(".kv-legend")).to_contain_text("others")
+    assert "colour=owner" in page.url
 
 
 def test_files_hold_what_is_shown(world: dict[str, Any], window: Callable[..., Any], client: AgentClient) -> None:
