@@ -11,19 +11,33 @@ from agent.wire import History, HistoryPoint
 from agent.wire_blackbox import BlackBox, BoxSummary
 from dashboard import address, boxes, exports, figures, past, timeline, widgets
 from dashboard.conditions import refused
-from dashboard.context import Context, ask, show_condition
+from dashboard.context import Context, show_condition
 from dashboard.figure_component import show_figure
-from dashboard.source import MAP_CELLS, timed
+from dashboard.source import MAP_CELLS, source, timed
 
 MAP_HEIGHT = 330
 BOXES_SHOWN = 100
 _OPEN = "open_black_box"  # the box that is open: it does not change, so that it is fetched once
 _ROWS = "black_box_rows"
+_MISSED = "black_boxes_missed"
 METRICS = ("F", "Live share", "Waiting requests")
 
 
-def show_boxes(context: Context) -> None:
-    """The list, and below it the one that is chosen."""
+def show_boxes(context: Context, again: bool) -> None:
+    """The list, and below it the one that is chosen. `again`: this is called again and again, as `missed` asks for."""
+    missing = not _shown(context)
+    if missing != again:
+        st.session_state[_MISSED] = missing
+        st.rerun()  # how often this runs is decided where it is called
+
+
+def missed() -> bool:
+    """Did the agent not answer in time? It is asked again until it does: nothing else has this drawn anew."""
+    return bool(st.session_state.get(_MISSED))
+
+
+def _shown(context: Context) -> bool:
+    """False where the agent did not answer; what it refused is an answer."""
     with timed("black boxes"), st.container(key="black_boxes"):
         st.html(widgets.heading_html("Black boxes", "engines that ended, with their last map, events and history"))
         try:
@@ -33,19 +47,28 @@ def show_boxes(context: Context) -> None:
                 st.html(widgets.note_html(f"None are kept. {past.KEEP_A_PAST}"))
             else:
                 show_condition(refused(error))
-            return
+            return True
         except AgentUnavailable:
-            return  # the banner above every view says so
+            return False  # the banner above every view says so
         for one in listing.damaged:
             st.html(widgets.note_html(f"Not readable: {one}"))
         if not listing.boxes:
             st.html(widgets.note_html("None yet: no engine has ended since this agent keeps them."))
-            return
+            return True
         _list(listing.boxes, listing.total)
         name = address.get(address.BOX)
-        box = _opened(context, name) if name else None
-        if box is not None:
-            _contents(context, box)
+        if not name:
+            return True
+        try:
+            box = _opened(context, name)
+        except AgentRefused as error:
+            show_condition(refused(error))
+            return True
+        except AgentUnavailable as error:
+            st.html(widgets.note_html(f"No data yet: {source().reason(error)}"))
+            return False
+        _contents(context, box)
+        return True
 
 
 def _list(found: Sequence[BoxSummary], total: int) -> None:
@@ -77,11 +100,12 @@ def _open(name: str | None) -> None:
     address.put(address.BOX, name)
 
 
-def _opened(context: Context, name: str) -> BlackBox | None:
+def _opened(context: Context, name: str) -> BlackBox:
+    """Raises what the client does."""
     kept: BlackBox | None = st.session_state.get(_OPEN)
     if kept is None or kept.summary.name != name:
         with st.spinner("Opening the black box"):
-            kept = ask(lambda: context.client.black_box(name, MAP_CELLS))
+            kept = context.client.black_box(name, MAP_CELLS)
         st.session_state[_OPEN] = kept
     return kept
 

@@ -11,7 +11,8 @@ import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 import dashboard
-from agent.client import AgentClient
+from agent.client import AgentClient, AgentUnavailable
+from agent.wire_blackbox import BoxList
 
 APP = Path(dashboard.__file__).parent / "app.py"
 VIEWS = ("time", "compaction", "requests")
@@ -158,3 +159,23 @@ def test_an_instant_before_all_frames_is_said(app: Callable[..., AppTest], kept:
     test = app(url, view="time", pool=pool.id, at=f"{times[0] - 100:.3f}")
     assert not test.exception
     assert "No frame of this pool is kept of that time. The oldest frame is of " in text_of(test)
+
+
+def test_an_agent_that_was_too_slow_is_asked_for_its_boxes_again(
+    app: Callable[..., AppTest], kept: tuple[str, Any, list[float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    ask = AgentClient.black_boxes
+
+    def late(client: AgentClient, engine: str | None = None, limit: int = 100) -> BoxList:
+        asked.append(True)
+        if len(asked) == 1:
+            raise AgentUnavailable("no answer within 2 s")
+        return ask(client, engine, limit)
+
+    monkeypatch.setattr(AgentClient, "black_boxes", late)
+    url, pool, instants = kept
+    test = app(url, view="time", pool=pool.id, at=f"{instants[-1]:.3f}")
+    assert not test.exception
+    assert len(asked) > 1
+    assert "no engine has ended since this agent keeps them" in text_of(test)
