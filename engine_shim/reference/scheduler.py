@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from engine_shim.allocation_map.map_observer import MapObserver
 from engine_shim.errors import PoolExhausted, SettingsError
 from engine_shim.observer import NO_OBSERVER, PoolObserver
 from engine_shim.pool.allocation_policy import UNLIMITED
@@ -157,7 +158,9 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Give a sequence's blocks back, its last first: the front of a prefix is worth keeping longest."""
-        self.pool.release(reversed(sequence.forget_blocks()), owner=sequence.owner)
+        table = sequence.forget_blocks()
+        self.pool.release(reversed(table), owner=sequence.owner)
+        self._name_other_holders(table)
         if sequence.owner:  # one that never ran has none
             self._observer.close_owner(sequence.owner)
 
@@ -223,7 +226,8 @@ class Scheduler:
                 replaced = pool.copy_on_write(table[written], owner=sequence.owner, position=written)
                 if replaced is not None:
                     self._copies.allocated(replaced)
-                    table[written] = replaced.blocks[0]
+                    left, table[written] = table[written : written + 1], replaced.blocks[0]
+                    self._name_other_holders(left, written)
             missing = self._blocks_for(stop) - len(table)
             if missing > 0:
                 allocation = pool.allocate(missing, owner=sequence.owner, position=len(table))
@@ -243,11 +247,34 @@ class Scheduler:
         """Back to the queue, its blocks released but for those that the pool has freed already."""
         table = victim.forget_blocks()
         self.pool.release([block for block in reversed(table) if block not in freed], owner=victim.owner)
+        if not freed:  # else the pool may be shorter by now than the table's numbers
+            self._name_other_holders(table)
         victim.status = Status.WAITING
         victim.preemptions += 1
         self.waiting.appendleft(victim)
         self.preemptions += 1
         self._observer.counted("preemptions")
+
+    def _name_other_holders(self, left: array[int], start: int = 0) -> None:
+        """On a map a shared block names its first holder; where that one may have left, another that runs. `left` lay
+        from place `start` on in the table of who gave these blocks up.
+
+        Sequences share from their start, and who shares a block shares those before it, at the same places: so one
+        pass over the front of `left` and over the running sequences finds a holder for each.
+        """
+        if not isinstance(self._observer, MapObserver):
+            return
+        references = self.pool.references
+        shared = next((index for index, block in enumerate(left) if not references(block)), len(left))
+        index = 0
+        for other in self.running if shared else ():
+            if index == shared:
+                break
+            first, theirs = index, other.table
+            while index < shared and start + index < len(theirs) and theirs[start + index] == left[index]:
+                index += 1
+            if index > first and other.owner:
+                self._observer.held_by(left[first:index], other.owner, start + first)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_tokens)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import SettingsError
 from engine_shim.layout import BlockState
 from engine_shim.reference.build import EngineSettings, build_engine
@@ -248,3 +250,32 @@ def test_an_engine_that_could_not_start_leaves_no_map(tmp_path: Path, settings: 
     with pytest.raises(SettingsError):
         build_engine(wanted, VirtualClock(), map_folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("handed", [True, False], ids=["handed over", "control"])
+def test_a_shared_block_names_a_sequence_that_runs(
+    tmp_path: Path, crowd: list[TraceRequest], monkeypatch: pytest.MonkeyPatch, handed: bool
+) -> None:
+    if not handed:
+        monkeypatch.setattr(MapObserver, "held_by", lambda *_: None)
+    settings = EngineSettings(engine_id="test", blocks=64, model_geometry="test-tiny", device="cpu", samples=2)
+    engine, observer = build_engine(settings, VirtualClock(), map_folder=tmp_path)
+    assert isinstance(observer, MapObserver)
+    assert observer.path is not None
+    astray = 0
+    reader = MapReader(observer.path)
+    for request in crowd:
+        assert engine.submit(sequence_of(request, 16, samples=2))
+    while engine.scheduler.has_work:
+        engine.step()
+        snapshot = reader.read()
+        assert snapshot.owner is not None
+        assert snapshot.position is not None
+        tables = {one.owner: one.table for one in engine.scheduler.running}
+        for block in {block for table in tables.values() for block in table}:
+            table, place = tables.get(int(snapshot.owner[block])), int(snapshot.position[block])
+            astray += table is None or table[place] != block
+    reader.close()
+    engine.close()
+    observer.close()
+    assert (astray == 0) == handed
