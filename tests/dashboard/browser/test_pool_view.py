@@ -140,6 +140,13 @@ def test_how_blocks_live_is_the_agent_s_word(
     expect(parts.nth(0)).to_contain_text(f"Residency{sum(profile.lifetime.counts):,} blocks")
     expect(parts.nth(3)).to_contain_text(f"{profile.pages.pages:,} of 2.00 MiB")
     expect(parts.nth(3)).to_contain_text(f"{profile.pages.free_pages:,} (")
+    feet = (
+        parts.nth(3)
+        .locator(".kv-runs")
+        .evaluate("node => [...node.querySelectorAll('i')].map(bar => Math.round(bar.getBoundingClientRect().bottom))")
+    )
+    assert len(feet) > 2
+    assert max(feet) - min(feet) <= 1  # with a label or without, they stand on one line
     opened.check()
     page.set_viewport_size({"width": 1920, "height": 1080})
     opened.after_refreshes(1)
