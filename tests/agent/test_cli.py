@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,13 @@ def test_map_of_an_engine_by_its_id(
     refused = capsys.readouterr().err
     assert "no engine 'nobody'" in refused
     assert "kvatlas doctor" in refused
+
+
+def test_top_without_an_agent(capsys: Capture) -> None:
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # and does not listen: the port is nobody else's meanwhile
+        assert cli.main(["top", "--once", "--agent", f"http://127.0.0.1:{deaf.getsockname()[1]}"]) == 1
+    assert "is it running? kvatlas agent starts one" in capsys.readouterr().err
 
 
 def test_a_recording_that_is_not_there(tmp_path: Path, capsys: Capture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,15 @@ def test_what_stands_on_it(engine: Make, alert: Make, look: Make) -> None:
     (row,) = [line for line in text.splitlines() if line.startswith("request-1")]
     assert row.split() == ["request-1", "3", "2", "40", "12", "KiB", "12", "s"]
     assert "unknown" not in text
+
+
+def test_the_title_of_a_replay_fits_80_columns(engine: Make, look: Make) -> None:
+    shown = look([engine()])
+    replay = wire.ReplayStatus.model_construct(file="demo.kvrec")
+    told = shown.listing.model_copy(update={"agent": shown.listing.agent.model_copy(update={"replay": replay})})
+    title = lines_of(Frame(replace(shown, listing=told), ADDRESS))[0]
+    assert title.endswith("REPLAY of demo.kvrec")
+    assert cell_len(title) <= 80
 
 
 def test_the_worst_pool_comes_first(engine: Make, alert: Make, look: Make) -> None:
