@@ -7,10 +7,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
-from playwright.sync_api import ConsoleMessage, sync_playwright
+from playwright.sync_api import ConsoleMessage, Error, sync_playwright
 
 from benchmarks._soak_world import World
 
@@ -163,8 +164,8 @@ class Pages:
             for view in self._views:
                 page = browser.new_page(viewport={"width": 1280, "height": 900})
                 errors = self.errors[view] = []
-                page.on("console", lambda message, into=errors: self._keep(into, message))
-                page.on("pageerror", lambda error, into=errors: self._note(into, str(error)))
+                page.on("console", partial(self._keep, errors))
+                page.on("pageerror", partial(self._note_error, errors))
                 page.goto(f"http://127.0.0.1:{self._world.dashboard_port}/?view={view}", timeout=120_000)
                 page.locator(f".st-key-view_{view}").wait_for(timeout=120_000)
                 pages.append(page)
@@ -179,6 +180,9 @@ class Pages:
     def _keep(self, errors: list[str], message: ConsoleMessage) -> None:
         if message.type == "error":
             self._note(errors, message.text)
+
+    def _note_error(self, errors: list[str], error: Error) -> None:
+        self._note(errors, str(error))
 
     def _note(self, errors: list[str], text: str) -> None:
         errors.append(f"{self._world.clock.now():.0f} s {text[:300]}")

@@ -123,7 +123,7 @@ def _call(engine: Engine, over: threading.Event, replies: dict[str, int], number
     """One who never stops asking."""
     dice = random.Random(number)
     while not over.is_set():
-        request = dice.choice(
+        request: CompactRequest | RelocationRequest | MovingRequest | PlanRequest | bytes = dice.choice(
             (
                 CompactRequest(target=0.0, verify=dice.random() < 0.5, max_chunk_moves=dice.choice((1, 7, None))),
                 CompactRequest(target=0.0, max_seconds=0.001),
