@@ -38,7 +38,7 @@ def test_a_card_leads_to_its_pool(world: dict[str, Any], window: Callable[..., A
     worst = max(rates, key=lambda id: rates[id])
     expect(cards.first).to_contain_text(worst)  # at rest, the most fragmented
     expect(cards.first).to_contain_text(f"F {rates[worst]:.3f}")
-    expect(page.locator(".st-key-view_fleet [data-testid=stAlert]")).to_contain_text("1 of 3 sources do not answer")
+    expect(page.locator(".st-key-view_fleet [data-testid=stAlert]")).to_contain_text("1 of 3 sources does not answer")
     opened.check()
     opened.check_keyboard()
     page.set_viewport_size({"width": 1920, "height": 1080})
