@@ -17,27 +17,14 @@ from dashboard.source import MAP_CELLS, source, timed
 
 MAP_HEIGHT = 330
 BOXES_SHOWN = 100
+BOXES_SECONDS = 6.0  # from one look at the list to the next
 _OPEN = "open_black_box"  # the box that is open: it does not change, so that it is fetched once
 _ROWS = "black_box_rows"
-_MISSED = "black_boxes_missed"
 METRICS = ("F", "Live share", "Waiting requests")
 
 
-def show_boxes(context: Context, again: bool) -> None:
-    """The list, and below it the one that is chosen. `again`: this is called again and again, as `missed` asks for."""
-    missing = not _shown(context)
-    if missing != again:
-        st.session_state[_MISSED] = missing
-        st.rerun()  # how often this runs is decided where it is called
-
-
-def missed() -> bool:
-    """Did the agent not answer in time? It is asked again until it does: nothing else has this drawn anew."""
-    return bool(st.session_state.get(_MISSED))
-
-
-def _shown(context: Context) -> bool:
-    """False where the agent did not answer; what it refused is an answer."""
+def show_boxes(context: Context) -> None:
+    """The list, which grows with each engine that ends, and below it the one that is chosen."""
     with timed("black boxes"), st.container(key="black_boxes"):
         st.html(widgets.heading_html("Black boxes", "engines that ended, with their last map, events and history"))
         try:
@@ -47,28 +34,27 @@ def _shown(context: Context) -> bool:
                 st.html(widgets.note_html(f"None are kept. {past.KEEP_A_PAST}"))
             else:
                 show_condition(refused(error))
-            return True
+            return
         except AgentUnavailable:
-            return False  # the banner above every view says so
+            return  # the banner above every view says so
         for one in listing.damaged:
             st.html(widgets.note_html(f"Not readable: {one}"))
         if not listing.boxes:
             st.html(widgets.note_html("None yet: no engine has ended since this agent keeps them."))
-            return True
+            return
         _list(listing.boxes, listing.total)
         name = address.get(address.BOX)
         if not name:
-            return True
+            return
         try:
             box = _opened(context, name)
         except AgentRefused as error:
             show_condition(refused(error))
-            return True
+            return
         except AgentUnavailable as error:
             st.html(widgets.note_html(f"No data yet: {source().reason(error)}"))
-            return False
+            return
         _contents(context, box)
-        return True
 
 
 def _list(found: Sequence[BoxSummary], total: int) -> None:

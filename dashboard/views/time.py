@@ -17,7 +17,7 @@ from dashboard.conditions import refused
 from dashboard.context import Answer, Context, ask, show_condition
 from dashboard.figure_component import show_figure
 from dashboard.source import MAP_CELLS, SLOW_REFRESH_SECONDS, source, timed
-from dashboard.views.black_boxes import missed, show_boxes
+from dashboard.views.black_boxes import BOXES_SECONDS, show_boxes
 
 MAP_HEIGHT = 380
 POINTS = 300
@@ -58,8 +58,7 @@ def show(context: Context) -> None:
     seconds = {"live": SLOW_REFRESH_SECONDS, "playing": PLAY_SECONDS}.get(mode)
     every = context.every(seconds) if seconds else None
     st.fragment(_scene, run_every=every)(context, context.pool, mode)
-    again = missed()
-    st.fragment(show_boxes, run_every=context.every(SLOW_REFRESH_SECONDS) if again else None)(context, again)
+    st.fragment(show_boxes, run_every=context.every(BOXES_SECONDS))(context)
 
 
 def _mode() -> str:

@@ -177,5 +177,7 @@ def test_an_agent_that_was_too_slow_is_asked_for_its_boxes_again(
     url, pool, instants = kept
     test = app(url, view="time", pool=pool.id, at=f"{instants[-1]:.3f}")
     assert not test.exception
-    assert len(asked) > 1
+    assert len(asked) == 1
+    test.run()  # as the part itself is, every few seconds
+    assert not test.exception
     assert "no engine has ended since this agent keeps them" in text_of(test)
