@@ -19,7 +19,7 @@ from engine_shim.launcher import give_up_output
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 DASHBOARD_ADDRESS = "127.0.0.1:8501"
-AGENT_URL = "http://127.0.0.1:9477"
+AGENT_URLS = ["http://127.0.0.1:9477"]
 
 app = typer.Typer(
     name="kvatlas",
@@ -247,9 +247,9 @@ def dashboard(
         str, typer.Option(envvar="KVATLAS_DASHBOARD_LISTEN", help="HOST:PORT to serve the page on.")
     ] = DASHBOARD_ADDRESS,
     agent: Annotated[
-        list[str] | None,
+        list[str],
         typer.Option(envvar="KVATLAS_AGENT_URL", help="Address of an agent; again, or with commas, for more."),
-    ] = None,
+    ] = AGENT_URLS,
     prometheus: Annotated[
         str, typer.Option(envvar="KVATLAS_PROMETHEUS_URL", help="A Prometheus that scrapes agents, for the fleet.")
     ] = "",
@@ -260,7 +260,7 @@ def dashboard(
     """Serve the page that shows the pools of one agent, or of a fleet."""
     if find_spec("dashboard") is None or find_spec("streamlit") is None:
         raise SettingsError("the dashboard is not in this environment; pip install 'kvatlas[dashboard]'")
-    agents = ",".join(agent or (AGENT_URL,))
+    agents = ",".join(agent)
     # By name: the agent may not import the dashboard. -P keeps the current folder off the module path.
     command = [sys.executable, "-P", "-m", "dashboard", "--listen", listen, "--agent", agents, "--base-path", base_path]
     command += ["--prometheus", prometheus]

@@ -310,7 +310,7 @@ def test_dashboard_becomes_another_process(monkeypatch: pytest.MonkeyPatch) -> N
     for given, told in (
         (["--agent", "http://a:1", "--agent", "http://b:2"], "http://a:1,http://b:2"),
         (["--agent", "http://a:1,http://b:2"], "http://a:1,http://b:2"),
-        ([], cli.AGENT_URL),
+        ([], cli.AGENT_URLS[0]),
     ):
         assert cli.main(["dashboard", *given]) == 0
         assert called[-1][7] == told

@@ -91,6 +91,7 @@ def test_documented_flags_and_defaults_of_the_commands_are_right(documented: dic
         if isinstance(default, bool):
             expected = "on" if default else "off"
         else:
-            expected = "" if default is None or default == () else str(default)
+            several = default if isinstance(default, (list, tuple)) else () if default is None else (default,)
+            expected = ",".join(map(str, several))
         assert row.default == expected, option.envvar
     assert {"KVATLAS_BLOCKS", "KVATLAS_AGENT_URL", "KVATLAS_DEMO_SPEED", "KVATLAS_PLAN_GPU"} <= seen
