@@ -74,6 +74,26 @@ class Hooks:
         return len(self._hooks)
 
 
+def after(then: Callable[..., None], fault: Callable[[BaseException], None]) -> Callable[[Hook], Method]:
+    """For `Hooks.wrap`: call `then(result, *arguments, **keywords)` when the engine's method has returned.
+
+    What `then` raises goes to `fault`, and the engine gets its result.
+    """
+
+    def around(hook: Hook) -> Method:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = hook.inner(*args, **kwargs)
+            try:
+                then(result, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+                fault(error)
+            return result
+
+        return wrapper
+
+    return around
+
+
 def is_hooked(owner: object, name: str) -> bool:
     """Does a hook of ours stand on that method?"""
     return hasattr(getattr(owner, name, None), "__kvatlas_hook__")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.adapters.hooks import Hook, Hooks, Method
+from engine_shim.adapters.hooks import Hook, Hooks, Method, after
 from engine_shim.adapters.opening import engine_id, open_writer, whole_number
 from engine_shim.adapters.sglang.indices import Copier, as_numbers, copy_out
 from engine_shim.adapters.sglang.shape import pools_of, release_method
@@ -135,20 +135,7 @@ class Attachment:
         self.stop(repr(error), keep_maps=True)
 
     def _after(self, then: Callable[..., None]) -> Callable[[Hook], Method]:
-        """Call `then(result, *arguments, **keywords)` when SGLang's method has returned."""
-
-        def around(hook: Hook) -> Method:
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                result = hook.inner(*args, **kwargs)
-                try:
-                    then(result, *args, **kwargs)
-                except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
-                    self.fault(error)
-                return result
-
-            return wrapper
-
-        return around
+        return after(then, self.fault)
 
     def _taking(self, pool: SlotPool) -> Callable[[Hook], Method]:
         def taken(slots: Any, *_: Any, **__: Any) -> None:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine_shim.adapters.hooks import Hook, Hooks, Method
+from engine_shim.adapters.hooks import Hook, Hooks, Method, after
 from engine_shim.adapters.opening import open_map, whole_number
 from engine_shim.adapters.transformers import identity
 from engine_shim.adapters.transformers.audit import Audit
@@ -118,20 +118,7 @@ class Attachment:
         self.stop(repr(error), keep_maps=True)
 
     def _after(self, then: Callable[..., None]) -> Callable[[Hook], Method]:
-        """Call `then(result, *arguments, **keywords)` when Transformers' method has returned."""
-
-        def around(hook: Hook) -> Method:
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                result = hook.inner(*args, **kwargs)
-                try:
-                    then(result, *args, **kwargs)
-                except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
-                    self.fault(error)
-                return result
-
-            return wrapper
-
-        return around
+        return after(then, self.fault)
 
     def _batch_scheduled(self, result: Any, *_: Any, **__: Any) -> None:
         self._batch = result[0] or ()

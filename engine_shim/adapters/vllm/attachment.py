@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine_shim.adapters.hooks import Hook, Hooks, Method
+from engine_shim.adapters.hooks import Hook, Hooks, Method, after
 from engine_shim.adapters.opening import whole_number
 from engine_shim.adapters.vllm import identity
 from engine_shim.adapters.vllm.shape import Findings
@@ -129,20 +129,7 @@ class Attachment:
             wrap(scheduler, "_free_request", self._after(self._maybe_kept))
 
     def _after(self, then: Callable[..., None]) -> Callable[[Hook], Method]:
-        """Call `then(result, *arguments, **keywords)` when vLLM's method has returned."""
-
-        def around(hook: Hook) -> Method:
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                result = hook.inner(*args, **kwargs)
-                try:
-                    then(result, *args, **kwargs)
-                except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
-                    self.fault(error)
-                return result
-
-            return wrapper
-
-        return around
+        return after(then, self.fault)
 
     def _around_schedule(self, hook: Hook) -> Method:
         scheduled = self._after(lambda output, *_, **__: self._scheduled(output.num_scheduled_tokens))(hook)
