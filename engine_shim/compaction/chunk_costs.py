@@ -3,8 +3,7 @@ moves are, and something by the move."""
 
 from __future__ import annotations
 
-# Of the time left in a step, what a chunk is sized for: the rest is for the chunk that takes longer than the last one,
-# and for the caches that it leaves cold to the step itself.
+# Of the time left in a step, what a chunk is sized for: the rest is for the chunk that takes longer than the last one.
 _USABLE_TIME = 0.5
 _LEAST_SECONDS = 1e-9  # of a chunk or a move, as a clock may show none at all
 _FEW = 4  # moves: what is no more than these is a small chunk

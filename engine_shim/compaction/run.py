@@ -23,6 +23,14 @@ from engine_shim.layout import BlockState
 
 log = logging.getLogger(__name__)
 
+_OWN_SHARE = 0.75
+"""Of the budget of a step that a run plans for itself: the rest is for the chunk that takes longer than the last ones,
+and for the caches that it leaves cold to the step."""
+
+_LOOK_AHEAD = 64
+"""Moves of a plan that are looked at together, to find those of a chunk. In a pool that changes fast most have lapsed,
+and to find that one by one would take most of a step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
@@ -53,6 +61,7 @@ class Phase(Enum):
     LOOKING = "looking"  # the next step takes the columns of the pool
     PLANNING = "planning"  # `plan` is to be called, on any thread
     MOVING = "moving"
+    ENDING = "ending"  # the next step looks at the pool a last time
     DONE = "done"
 
 
@@ -90,6 +99,7 @@ class CompactionRun:
         earlier runs of the same engine learnt, so that this one begins with chunks that fit."""
         self._mover, self._switch, self._clock, self._plan_moves = mover, switch, clock, planner
         self._settings = settings or RunSettings()
+        self._own_seconds = self._settings.max_step_seconds * _OWN_SHARE  # in a step
         self._phase = Phase.LOOKING
         self._abort_reason = ""
         self._columns: BlockFacts | None = None
@@ -162,6 +172,8 @@ class CompactionRun:
         what came of it is looked at before the pool goes on."""
         if self._phase is Phase.LOOKING:
             return self._task is None
+        if self._phase is Phase.ENDING:
+            return True
         return self._phase is Phase.MOVING and not self._at_plan_edge
 
     def rest(self) -> bool:
@@ -170,7 +182,7 @@ class CompactionRun:
 
     def step(self) -> bool:
         """Do what fits into one step boundary; True while the run goes on."""
-        goes_on, seconds = self._timed(lambda: self._advance(self._clock() + self._settings.max_step_seconds))
+        goes_on, seconds = self._timed(lambda: self._advance(self._clock() + self._own_seconds))
         self._longest_stall = max(self._longest_stall, seconds)
         self._moving_seconds += seconds
         return goes_on
@@ -205,11 +217,14 @@ class CompactionRun:
     def _advance(self, deadline: float) -> None:
         if self._stopped():
             return
+        if self._phase is Phase.ENDING:
+            self._look_last()
+            return
         first = self._phase is Phase.MOVING  # a step that looks and plans moves only where time is left
         if self._phase is Phase.LOOKING:
             self._columns = self._mover.columns()
             self._phase = Phase.PLANNING
-            if self._clock() >= deadline - self._settings.max_step_seconds / 2:
+            if self._clock() >= deadline - self._own_seconds / 2:
                 return
         if self._phase is Phase.PLANNING:
             if self._planned is None and self.plans_here:
@@ -224,14 +239,16 @@ class CompactionRun:
                 self._phase = Phase.LOOKING  # at the next boundary, so that a look and a chunk never add up
                 return
             count = self._chunk_size(deadline - self._clock(), first)
-            if count == 0 or self._hopeless():
+            if count == 0 or (first and self._hopeless()):
                 return
             first = not self._move_next(count) and first
-            if first and self._clock() >= deadline - self._settings.max_step_seconds / 2:
+            if first and self._clock() >= deadline - self._own_seconds / 2:
                 return  # all were dropped so far, and too little time is left for a chunk that is made in any case
 
     def _stopped(self) -> bool:
-        """End the run where somebody or its time says so."""
+        """End the run where somebody or its time says so; one that ends of itself is left to its reason."""
+        if self._phase is Phase.ENDING:
+            return False
         refusal = self._switch.reason or self._mover.refusal()
         if self._abort_reason:
             self._finish(Outcome.ABORTED, self._abort_reason)
@@ -250,7 +267,7 @@ class CompactionRun:
         dropped = sum(blocks.size for blocks in self._undone)
         reason = task.watch.problem(self._mover.facts(task.watch.blocks).states, self._next, self._next - dropped)
         if reason:
-            self._finish(Outcome.PARTIAL, reason)
+            self._outcome, self._reason, self._phase = Outcome.PARTIAL, reason, Phase.ENDING
         return bool(reason)
 
     def _done(self) -> bool:
@@ -305,18 +322,18 @@ class CompactionRun:
         task = self._task
         if task is None:
             raise RuntimeError("moving without a plan")
-        rows = np.arange(self._next, min(self._next + count, len(task.plan.moves)))
-        self._next += rows.size
+        ahead = np.arange(self._next, min(self._next + max(count, _LOOK_AHEAD), len(task.plan.moves)))
         began = self._clock()
-        made = self._move(task.plan.moves[rows], task.planned.of(rows))
+        tried, kept, before = self._validate(task.plan.moves[ahead], task.planned.of(ahead), count)
+        self._next += tried
+        made = self._move(kept, before)
         if made:  # moves that are dropped cost next to nothing, and would make all others seem so
             self._costs.took(self._clock() - began, made)
         return made
 
-    def _move(self, moves: Moves, planned: BlockFacts) -> int:
-        """Make those of the moves that may still be made; returns how many those are."""
+    def _move(self, kept: Moves, before: BlockFacts) -> int:
+        """Make these moves, whose sources are as `before` says; returns how many they are."""
         mover = self._mover
-        kept, before = self._validate(moves, planned)
         if not len(kept):
             return 0
         sources, destinations = kept[:, 0], kept[:, 1]
@@ -344,12 +361,21 @@ class CompactionRun:
             raise _CheckFailed(self._give_up(kept, problem))
         return len(kept)
 
-    def _validate(self, moves: Moves, planned: BlockFacts) -> tuple[Moves, BlockFacts]:
-        """The moves that may still be made, and the facts of their sources; the others are counted by reason."""
-        sources, destinations = moves[:, 0], moves[:, 1]
-        facts, found = self._look(sources)
-        valid, dropped = still_valid(planned, facts, found, self._mover.facts(destinations))
-        candidates = moves[valid]
+    def _validate(self, moves: Moves, planned: BlockFacts, most: int) -> tuple[int, Moves, BlockFacts]:
+        """Go through the moves until `most` are found that may still be made: how many that took, those found, and the
+        facts of their sources. The others are counted by reason."""
+        facts, found = self._look(moves[:, 0])
+        there = self._mover.facts(moves[:, 1])
+        valid, dropped = still_valid(planned, facts, found, there)
+        good = np.flatnonzero(valid)
+        if good.size > most:
+            tried = np.arange(good[most])  # up to the first that is one too many
+            moves, planned, facts, found, there = (
+                moves[tried], planned.of(tried), facts.of(tried), found[tried], there.of(tried)
+            )  # fmt: skip
+            valid, dropped = still_valid(planned, facts, found, there)
+            good = np.flatnonzero(valid)
+        candidates = moves[good]
         allowed = np.zeros(0, np.bool_)
         if len(candidates):
             allowed = np.isin(candidates[:, 0], self._mover.revalidate(candidates)[:, 0])
@@ -357,10 +383,10 @@ class CompactionRun:
             dropped[Drop.ENGINE_REFUSED] = refused
         self._dropped += dropped
         kept: Moves = candidates[allowed]
-        self._undone.append(np.setdiff1d(sources, kept[:, 0]))
+        self._undone.append(np.setdiff1d(moves[:, 0], kept[:, 0]))
         # These would be dropped from the next plan too; it has to do without them.
-        self._immovable.append(np.concatenate((sources[facts.references != found], candidates[~allowed, 0])))
-        return kept, facts.of(np.flatnonzero(valid)[allowed])
+        self._immovable.append(np.concatenate((moves[facts.references != found, 0], candidates[~allowed, 0])))
+        return len(moves), kept, facts.of(good[allowed])
 
     def _back_out(self, moves: Moves, before: BlockFacts, error: Exception, reserved: bool) -> None:
         """Give destinations back after a failed chunk, and prove that the pool is as it was; else give them up."""
@@ -394,11 +420,16 @@ class CompactionRun:
         self._outcome, self._reason = outcome, reason
         self._final = final
         if final is None:
-            try:
-                self._columns = self._mover.columns()
-            except Exception as error:  # noqa: BLE001 - the run has ended, maybe because of this; its report says less
-                self._columns = None
-                log.warning("the pool cannot be looked at after a compaction: %r", error)
+            self._look_last()
+        self._phase = Phase.DONE
+
+    def _look_last(self) -> None:
+        """Look at the pool as the run leaves it."""
+        try:
+            self._columns = self._mover.columns()
+        except Exception as error:  # noqa: BLE001 - the run has ended, maybe because of this; its report says less
+            self._columns = None
+            log.warning("the pool cannot be looked at after a compaction: %r", error)
         self._phase = Phase.DONE
 
     def _make_report(self) -> CompactionReport:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_shim.errors import SettingsError
 
-MAX_TIME_SHARE = 0.015
+MAX_TIME_SHARE = 0.0125
 """Chunks of 2 ms are 4 % of the steps of a fast engine, and several times the step of a small model. At this share an
 engine serves 98 % of what it would, with room for what chunks cost beside their own time: caches left cold."""
 

@@ -386,25 +386,27 @@ class BlockPool:
             return BlockState.USED
         return BlockState.CACHED if self._policy.is_cached(block) else BlockState.FREE
 
-    def states(self) -> NDArray[np.uint8]:
+    def states(self, used: NDArray[np.int64] | None = None) -> NDArray[np.uint8]:
         """A fresh column of BlockState values, one a block. Where it can, it is made without a step for each block, or
-        but for those that are not what most are: whoever asks for it holds the engine up."""
+        but for those that are not what most are: whoever asks for it holds the engine up.
+
+        `used` are blocks in use, each once, by somebody's tables: they spare the steps over those where they are as
+        many as the pool counts, and are not looked at otherwise."""
         policy = self._policy
-        listed: list[tuple[Collection[int], BlockState]] = [
-            (self._pinned, BlockState.PINNED),
-            (self._reserved, BlockState.RESERVED),
-        ]
         column = np.full(self.num_blocks, BlockState.USED, dtype=np.uint8)
         if not policy.mark(column):
-            listed[:0] = [(self._private, BlockState.USED), (self._counts, BlockState.USED)]
             if isinstance(policy, StockPolicy) and policy.num_cached > policy.num_free:
                 column.fill(BlockState.CACHED)
-                listed.insert(0, (policy.free_blocks(), BlockState.FREE))
+                column[_ids(policy.free_blocks())] = BlockState.FREE
             else:
                 column.fill(BlockState.FREE)
-                listed.insert(0, (policy.cached_blocks(), BlockState.CACHED))
-        for blocks, state in listed:
-            column[np.fromiter(blocks, dtype=np.int64, count=len(blocks))] = state
+                column[_ids(policy.cached_blocks())] = BlockState.CACHED
+            if used is None or used.size != len(self._private) + len(self._counts):
+                column[_ids(self._private)] = BlockState.USED
+                used = _ids(self._counts)
+            column[used] = BlockState.USED
+        column[_ids(self._pinned)] = BlockState.PINNED
+        column[_ids(self._reserved)] = BlockState.RESERVED
         return column
 
     # Parts
@@ -442,3 +444,7 @@ class BlockPool:
     def _shortage(self, count: int, new_sequence: bool) -> str:
         text = f"{count} blocks asked for, {self.num_allocatable} of {self.usable_blocks} allocatable"
         return f"{text}, {self.headroom_blocks} of them held back from new sequences" if new_sequence else text
+
+
+def _ids(blocks: Collection[int]) -> NDArray[np.int64]:
+    return np.fromiter(blocks, dtype=np.int64, count=len(blocks))

@@ -34,7 +34,7 @@ class EvictionOrder(Collection[int]):
 
     def add(self, blocks: Sequence[int]) -> None:
         """Put blocks that are not members at the end."""
-        if self._name_of:
+        if not self._name_of.keys().isdisjoint(blocks):
             blocks = [self._new_name(block) for block in blocks]
         self._names.update(dict.fromkeys(blocks))
 
@@ -44,18 +44,19 @@ class EvictionOrder(Collection[int]):
         for block in blocks:
             name = self._name_of.get(block, block)
             del names[name]
-            if self._name_of:
+            if name in self._block_of:
                 self._forget(name, block)
 
     def pop_oldest(self, count: int) -> list[int]:
         """Take the first `count` members out; there must be as many."""
         pop = self._names.popitem
         names = [pop(last=False)[0] for _ in range(count)]
-        if not self._name_of:
+        if self._block_of.keys().isdisjoint(names):  # the usual case, whatever else has moved
             return names
         blocks = [self._block_of.get(name, name) for name in names]
         for name, block in zip(names, blocks, strict=True):
-            self._forget(name, block)
+            if name in self._block_of:
+                self._forget(name, block)
         return blocks
 
     def replace(self, block: int, other: int) -> None:

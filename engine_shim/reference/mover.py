@@ -65,7 +65,7 @@ class ReferenceMover:
         _scatter(hits, hits.blocks, owners, positions)
         # What the pool counts is compared with this before a move; here it would take a step for each block in use.
         references = np.bincount(hits.blocks, minlength=count)
-        return BlockFacts(self._pool.states(), owners, positions, references)
+        return BlockFacts(self._pool.states(np.flatnonzero(references)), owners, positions, references)
 
     def facts(self, blocks: NDArray[np.int64]) -> BlockFacts:
         ids = blocks.tolist()

@@ -396,7 +396,7 @@ def test_later_runs_begin_with_chunks_that_fit() -> None:
     compactor = Compactor(memory, memory.blocks, clock=memory.clock)
     chunks = []
     for _ in range(2):
-        compactor.start(RunSettings(target=0.0, max_moves=8))
+        compactor.start(RunSettings(target=0.0, max_moves=8, max_step_seconds=0.003))
         while compactor.step():
             pass
         report = compactor.last_report
