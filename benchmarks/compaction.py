@@ -310,7 +310,9 @@ def main() -> None:
     costs = []
     if options.rounds:
         content = options.content
-        costs.append(served(options.geometry, options.rounds, steps[content], budget, content=content, time_share=share))
+        costs.append(
+            served(options.geometry, options.rounds, steps[content], budget, content=content, time_share=share)
+        )
     if options.large_rounds:
         large = {"blocks": LARGE_BLOCKS, "scale": LARGE_SCALE, "time_share": share}
         costs.append(served(LARGE_GEOMETRY, options.large_rounds, steps["pattern"], budget, **large))

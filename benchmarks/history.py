@@ -1,7 +1,9 @@
 """Measures the lasting history: the size of a day of one pool, what writing costs, and how long questions take.
 
-Time is injected, so that a day takes a minute or two: python -m benchmarks.history [--hours 24] [--blocks 100000]
-[--changes 600]. Blocks change one by one at random, which is the worst case: an allocator's changes come in runs.
+Time is injected, so that a day takes a minute or two. Blocks change one by one at random, which is the worst case: an
+allocator's changes come in runs.
+
+    python -m benchmarks.history [--hours 24] [--blocks 100000] [--changes 600] [--json FILE]
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--blocks", type=int, default=100_000)
     parser.add_argument("--changes", type=int, default=600, help="of blocks in a second")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(measure(Path(folder), given.hours, given.blocks, given.changes), indent=1))
+        text = json.dumps(measure(Path(folder), given.hours, given.blocks, given.changes), indent=1)
+    print(text)
+    if given.json:
+        given.json.write_text(text + "\n")
 
 
 def measure(folder: Path, hours: float, blocks: int, changes: int) -> dict[str, object]:

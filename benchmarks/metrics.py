@@ -1,7 +1,8 @@
 """How long a scrape of /metrics takes with 32 engines: HTTP round trips to a real agent beside real maps.
 
 Each of 500 requests waits a random time up to 0.1 s, so that many meet a sampler at work. Half of them keep one
-connection, as Prometheus does; half open their own.
+connection, as Prometheus does; half open their own. The last answer is then rendered again, in turns by the agent's own
+renderer and by prometheus_client's, and the ratio of their times is the median over the turns.
 
     python benchmarks/metrics.py [--engines 32] [--requests 500] [--json FILE]
 """
@@ -12,20 +13,29 @@ import argparse
 import http.client
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import _agent, _engines  # noqa: E402 - needs the path above
+from agent.exporter import render_text  # noqa: E402 - needs the path above
+from benchmarks import _agent, _engines  # noqa: E402
 
 BAR_MS = 40.0
 LEAST_SERIES = 100
 BLOCKS = 10_000
 STEPS_PER_SECOND = 2.0
+RENDERINGS = 21
 
 
 def scrape(connection: http.client.HTTPConnection) -> tuple[float, bytes]:
@@ -49,6 +59,32 @@ def check(text: bytes, engines: int) -> int:
     if min(each) < LEAST_SERIES:
         sys.exit(f"an engine has only {min(each)} series")
     return min(each)
+
+
+class Families(Collector):
+    """Those of a text, which were parsed beforehand."""
+
+    def __init__(self, text: bytes) -> None:
+        self._families = list(text_string_to_metric_families(text.decode()))
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def render(text: bytes) -> tuple[float, float]:
+    """Milliseconds that the agent's renderer takes for all of a text, and as a share of prometheus_client's."""
+    registry = CollectorRegistry()
+    registry.register(Families(text))
+    if sorted(render_text(registry.collect()).splitlines()) != sorted(generate_latest(registry).splitlines()):
+        sys.exit("the agent's renderer and prometheus_client's do not write the same")
+    pairs = []
+    for _ in range(RENDERINGS):
+        began = time.perf_counter()
+        render_text(registry.collect())
+        between = time.perf_counter()
+        generate_latest(registry)
+        pairs.append((between - began, time.perf_counter() - between))
+    return 1e3 * statistics.median(ours for ours, _ in pairs), statistics.median(ours / other for ours, other in pairs)
 
 
 def main() -> int:
@@ -87,11 +123,13 @@ def main() -> int:
     taken.sort()
     p50, p90, p99 = (taken[min(len(taken) - 1, int(len(taken) * q))] for q in (0.5, 0.9, 0.99))
     met = p99 <= BAR_MS
+    render_ms, render_ratio = render(text)
     print(f"{'engines':>8}{'series each':>12}{'bytes':>9}{'p50 ms':>8}{'p90 ms':>8}{'p99 ms':>8}{'worst':>8}{'bar':>6}")
     print(
         f"{options.engines:>8}{least:>12}{len(text):>9}{p50:>8.1f}{p90:>8.1f}{p99:>8.1f}{taken[-1]:>8.1f}{BAR_MS:>6.0f}"
         f"{'' if met else '  MISSED'}"
     )
+    print(f"rendering takes {render_ms:.1f} ms, {render_ratio:.2f} of prometheus_client's time")
     if options.json:
         result = {
             "engines": options.engines,
@@ -103,6 +141,8 @@ def main() -> int:
             "p99_ms": p99,
             "max_ms": taken[-1],
             "bar_ms": BAR_MS,
+            "render_ms": render_ms,
+            "render_over_prometheus_client": render_ratio,
         }
         options.json.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     return 0 if met else 1

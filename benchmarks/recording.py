@@ -29,8 +29,8 @@ from engine_shim.pool.block_pool import BlockPool  # noqa: E402
 
 STEPS_PER_SECOND = 25
 LIVE_SEQUENCES = 64
-MAX_CPU_SHARE = 0.05
-MAX_MB_PER_HOUR = 100.0
+BAR_CPU_SHARE = 0.05
+BAR_MB_PER_HOUR = 100.0
 
 
 class Engine:
@@ -145,7 +145,7 @@ def main() -> int:
         found = measure(Path(folder), options.blocks, options.changes, options.seconds)
     for name, value in found.items():
         print(f"{name:<20}{value:>12,}")
-    fine = not found["lost_events"] and found["cpu_share"] <= MAX_CPU_SHARE and found["mb_per_hour"] <= MAX_MB_PER_HOUR
+    fine = not found["lost_events"] and found["cpu_share"] <= BAR_CPU_SHARE and found["mb_per_hour"] <= BAR_MB_PER_HOUR
     if options.json:
         options.json.write_text(json.dumps({**found, "fine": fine}))
     return 0 if fine else 1
