@@ -374,7 +374,7 @@ BARS: tuple[Bar, ...] = (
         alert_sampling.BAR,
         against="nobody to tell",
     ),
-    *(Bar("analyze", f"analysis of {pool}", analysis_ms(pool), limit, "ms") for pool, limit in analyze.BARS_MS.items()),
+    *(Bar("analyze", f"analysis, {pool}", analysis_ms(pool), limit, "ms") for pool, limit in analyze.BARS_MS.items()),
     *(
         Bar(
             "block_copy",
