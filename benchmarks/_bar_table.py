@@ -159,7 +159,8 @@ def as_markdown(rows: Sequence[Row], machine: Mapping[str, Any], how_to_run: Map
     ]
     for row in rows:
         missing = row.outcome is Outcome.NOT_RUN and not row.measured
-        measured = f"`{how_to_run[row.benchmark]}`" if missing else row.measured
+        command, comma, more = how_to_run[row.benchmark].partition(",")
+        measured = f"`{command}`{comma}{more}" if missing else row.measured
         cells = (row.benchmark, row.what, measured, row.bar, row.against, row.outcome.value)
         lines.append("| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |")
     return "\n".join([*lines, "", f"{summary(rows)}."]) + "\n"

@@ -335,7 +335,7 @@ def test_the_table_says_how_to_run_what_was_not() -> None:
     text, markdown = (make(rows, MACHINE, command.how_to_run()) for make in (as_text, as_markdown))
     assert "\nsoak  (not run: make bench ARGS=soak, 7 minutes)\n" in text
     assert "\nmetrics\n" in text
-    assert "| soak | console errors | `make bench ARGS=soak, 7 minutes` | 0 |  | not run |" in markdown
+    assert "| soak | console errors | `make bench ARGS=soak`, 7 minutes | 0 |  | not run |" in markdown
     table = [line for line in markdown.splitlines() if line.startswith("|")]
     assert len(table) == len(BARS) + 2
     assert {line.count("|") for line in table} == {7}
