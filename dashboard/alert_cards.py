@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from agent.wire_alerts import AlertList, AlertRecord, MuteRecord, SinkRecord
 from dashboard.widgets import Tile, note_html
-from dashboard.wording import NOT_KNOWN, count, duration
+from dashboard.wording import NOT_KNOWN, count, duration, escape
 
 POOL_LABELS = ("engine_id", "rank", "pool")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
 from agent.wire import BlockCounts, MapCells
@@ -11,7 +10,7 @@ from agent.wire_blackbox import BlackBox, BoxSummary
 from dashboard import widgets
 from dashboard.palette import Theme
 from dashboard.past import counts_html, moment
-from dashboard.wording import NOT_KNOWN, count, duration, rate, shortened, size
+from dashboard.wording import NOT_KNOWN, count, duration, escape, rate, shortened, size
 
 REQUESTS_SHOWN = 8
 

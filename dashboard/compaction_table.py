@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
 from agent.wire import AuditRecord, CompactionFigures, CompactionPlan, CompactionRun, CompactionState
 from dashboard.past import moment
 from dashboard.widgets import Tile, note_html
-from dashboard.wording import NOT_KNOWN, count, duration, rate, shortened, size
+from dashboard.wording import NOT_KNOWN, count, duration, escape, rate, shortened, size
 
 VERDICTS_SHOWN = 12
 RUNS_SHOWN = 10

@@ -12,6 +12,7 @@ from agent.client import AgentClient, AgentRefused, AgentUnavailable
 from dashboard import conditions, widgets
 from dashboard.palette import Theme
 from dashboard.source import source
+from dashboard.wording import visible
 
 Answer = TypeVar("Answer")
 
@@ -56,4 +57,4 @@ def show_condition(condition: conditions.Condition) -> None:
 
 def plain(text: str) -> str:
     """Text as it is: what comes from outside must not be read as Markdown."""
-    return "".join(f"\\{character}" if character in "\\`*_{}[]()<>#+-!|~$:" else character for character in text)
+    return "".join(f"\\{one}" if one in "\\`*_{}[]()<>#+-!|~$:" else one for one in visible(text))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from agent.wire import EngineMetrics, EngineSummary, UnmappedEngine
 from dashboard.conditions import Condition
 from dashboard.widgets import Tile, note_html
-from dashboard.wording import count, duration, rate, size
+from dashboard.wording import count, duration, escape, rate, size
 
 _HELP = "As the engine reports it in its own metrics."
 _OF_POOLS = {

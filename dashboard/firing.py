@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from urllib.parse import urlencode
 
 import streamlit as st
@@ -10,7 +9,7 @@ import streamlit as st
 from agent.client import AgentClient, AgentRefused, AgentUnavailable
 from agent.wire_alerts import AlertList
 from dashboard import address
-from dashboard.wording import duration
+from dashboard.wording import duration, escape
 
 VIEW = "alerts"
 AGENT = "agent"  # in the address, where there are several

@@ -6,13 +6,12 @@ What is not known is a word with its reason, never a zero.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from typing import Any
 
 from agent.wire_devices import CgroupMemory, Device, DeviceList, EngineAllocator, MemoryRow
 from dashboard.palette import Theme
 from dashboard.widgets import heading_html, note_html
-from dashboard.wording import count, duration, rate, share, size
+from dashboard.wording import count, duration, escape, rate, share, size
 
 A_RECORDING = "recording"  # DeviceList.nvml of a replay
 ROWS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 from agent.wire import BlockCounts, MapCells
@@ -13,7 +12,7 @@ from agent.wire_history import FrameCells, FrameTimes
 from dashboard.palette import STATE_MEANINGS, Theme
 from dashboard.timeline import Line
 from dashboard.widgets import Tile, tiles_html
-from dashboard.wording import count, duration, rate, share
+from dashboard.wording import count, duration, escape, rate, share
 
 KEEP_A_PAST = (
     "Start the agent with KVATLAS_STATE_DIR naming a folder, and frames, marks and black boxes are kept from then on."

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from agent.wire_plan import LiveAdvice, PlanAnswer
 from dashboard.palette import Theme
 from dashboard.widgets import Tile, heading_html, note_html, tiles_html
-from dashboard.wording import NOT_KNOWN, count, share, size
+from dashboard.wording import NOT_KNOWN, count, escape, share, size
 
 GIB = 1 << 30
 MAX_CONFIG_BYTES = 2 << 20

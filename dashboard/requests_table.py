@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from agent.wire import Request, RequestGroup, RequestOrder, RequestPage
 from dashboard.widgets import Tile, note_html
-from dashboard.wording import NOT_KNOWN, count, duration, shortened, size
+from dashboard.wording import NOT_KNOWN, count, duration, escape, shortened, size
 
 GROUPS_SHOWN = 8
 

@@ -1,9 +1,32 @@
-"""Numbers in the words of the page: one way to write bytes, durations and rates."""
+"""Numbers and names in the words of the page: one way to write bytes, durations, rates, and what others named."""
 
 from __future__ import annotations
 
+import html
+import unicodedata
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 NOT_KNOWN = "\N{EM DASH}"
+_HIDDEN = frozenset({"Cc", "Cs", "Zl", "Zp"})  # control characters, halves of others, breaks
+_TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def visible(text: str) -> str:
+    """Text from outside with a mark in place of whatever would hide in it, or make it read otherwise than it is
+    written: control characters, breaks and marks of direction."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}"
+        if one in _TURNING or (unicodedata.category(one) in _HIDDEN and one not in "\n\t")
+        else one
+        for one in text
+    )
+
+
+def escape(text: str) -> str:
+    """Text from outside as HTML that shows it, and does nothing else."""
+    return html.escape(visible(text))
 
 
 def count(value: int | None) -> str:

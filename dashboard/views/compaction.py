@@ -20,6 +20,7 @@ ENTRIES = 300
 RUN_SECONDS = 60.0
 _JOB = "compaction_job"
 _PLAN = "compaction_plan"
+_STARTED, _ASKED = "compaction_started", "compaction_asked"  # by a click: what it did, or a plan, is to be shown yet
 _TARGET, _MOST, _VERIFY, _SURE = "compaction_target", "compaction_most", "compaction_verify", "compaction_sure"
 WITHOUT = "This agent has no token and takes changes from its own machine, which this page is on."
 READ_ONLY = "The agent takes no changes: it listens beyond its own machine and has no token. Set KVATLAS_TOKEN there."
@@ -37,6 +38,8 @@ def show(context: Context) -> None:
 
 
 def _state(context: Context, pool: str) -> None:
+    if st.session_state.pop(_STARTED, False):
+        st.rerun()  # a click is followed by the whole page, whichever part of it runs first
     with timed("compaction"), st.container(key="compaction_state"):
         state = ask(lambda: context.client.compaction(pool))
         if state is None:
@@ -103,15 +106,51 @@ def _busy() -> bool:
 
 
 def _start(context: Context, pool: str, what: str, call: Callable[[AgentClient], Any]) -> None:
+    """Called by a click, once, even where the part of the page that it belongs to is not the one that runs next."""
     writer = context.client.with_token(operator_token.token() or "")
     st.session_state[_JOB] = jobs.start(what, pool, writer, call)
-    st.rerun()
+    st.session_state[_STARTED] = True
+
+
+def _order(*, dry_run: bool = False) -> wire.CompactionOrder:
+    """As the form says."""
+    return wire.CompactionOrder(
+        target=st.session_state[_TARGET],
+        max_moves=int(st.session_state[_MOST]) or None,
+        max_seconds=RUN_SECONDS,
+        verify=bool(st.session_state.get(_VERIFY)),
+        dry_run=dry_run,
+    )
+
+
+def _run(context: Context, pool: str) -> None:
+    order = _order()
+    _start(context, pool, "Run", lambda writer: writer.compact(pool, order))
+
+
+def _dry_run(context: Context, pool: str) -> None:
+    order = _order(dry_run=True)
+    _start(context, pool, "What the engine would do", lambda writer: writer.compact(pool, order))
+
+
+def _switch_relocation(context: Context, pool: str, words: str, on: bool) -> None:
+    _start(context, pool, words, lambda writer: writer.switch_relocation(pool, on))
+
+
+def _kill(context: Context, pool: str) -> None:
+    _start(context, pool, "Kill switch", lambda writer: writer.switch_moving_off(pool))
+
+
+def _ask_plan() -> None:
+    st.session_state[_ASKED] = st.session_state[_STARTED] = True
 
 
 # ---- actions --------------------------------------------------------------------------------------------------------
 
 
 def _actions(context: Context, pool: str) -> None:
+    if st.session_state.pop(_STARTED, False):
+        st.rerun()
     with st.container(key="compaction_actions", border=True):
         _preview(context, pool)
         listing = ask(context.client.engines)
@@ -131,8 +170,8 @@ def _preview(context: Context, pool: str) -> None:
     with st.container(key="compaction_preview", horizontal=True, vertical_alignment="bottom"):
         st.number_input("Bring F down to", 0.0, 1.0, 0.10, 0.05, key=_TARGET, width=170)
         st.number_input("Moves at most, 0: no limit", 0, 1_000_000_000, 0, 100, key=_MOST, width=230)
-        asked = st.button("Preview the plan", key="compaction_plan_button")
-    if asked:
+        st.button("Preview the plan", key="compaction_plan_button", on_click=_ask_plan)
+    if st.session_state.pop(_ASKED, False):
         most = int(st.session_state[_MOST]) or None
         state = ask(
             lambda: context.client.compaction(pool, plan=True, target=st.session_state[_TARGET], max_moves=most)
@@ -152,17 +191,21 @@ def _switches(context: Context, pool: str) -> None:
     if engine is None:
         return
     with st.container(key="compaction_run", horizontal=True, vertical_alignment="center"):
-        order = wire.CompactionOrder(
-            target=st.session_state[_TARGET],
-            max_moves=int(st.session_state[_MOST]) or None,
-            max_seconds=RUN_SECONDS,
-            verify=bool(st.session_state.get(_VERIFY)),
+        st.button(
+            "Run it now",
+            key="compaction_run_button",
+            type="primary",
+            disabled=busy,
+            on_click=_run,
+            args=(context, pool),
         )
-        if st.button("Run it now", key="compaction_run_button", type="primary", disabled=busy):
-            _start(context, pool, "Run", lambda writer: writer.compact(pool, order))
-        if st.button("Ask the engine for its plan", key="compaction_dry_button", disabled=busy):
-            dry = order.model_copy(update={"dry_run": True})
-            _start(context, pool, "What the engine would do", lambda writer: writer.compact(pool, dry))
+        st.button(
+            "Ask the engine for its plan",
+            key="compaction_dry_button",
+            disabled=busy,
+            on_click=_dry_run,
+            args=(context, pool),
+        )
         st.checkbox("Compare contents before each commit", key=_VERIFY)
     with st.container(key="compaction_switches", horizontal=True, vertical_alignment="center"):
         if engine.engine.relocation is None:
@@ -170,12 +213,21 @@ def _switches(context: Context, pool: str) -> None:
         else:
             on = engine.engine.relocation
             words = "Switch relocation off" if on else "Switch relocation on"
-            if st.button(words, key="compaction_relocation_button", disabled=busy):
-                _start(context, pool, words, lambda writer: writer.switch_relocation(pool, not on))
+            st.button(
+                words,
+                key="compaction_relocation_button",
+                disabled=busy,
+                on_click=_switch_relocation,
+                args=(context, pool, words, not on),
+            )
         sure = st.checkbox("I mean it:", key=_SURE)
-        kill = st.button("Switch all moves off", key="compaction_kill_button", disabled=not sure)
+        st.button(
+            "Switch all moves off",
+            key="compaction_kill_button",
+            disabled=not sure,
+            on_click=_kill,
+            args=(context, pool),
+        )
         st.html(
             widgets.note_html("Ends a run under way. Only kvatlas compact --on allows moves again."), width="content"
         )
-        if kill:
-            _start(context, pool, "Kill switch", lambda writer: writer.switch_moving_off(pool))

@@ -18,11 +18,13 @@ from dashboard.context import Answer, Context, ask, show_condition
 from dashboard.figure_component import show_figure
 from dashboard.source import MAP_CELLS, SLOW_REFRESH_SECONDS, source, timed
 from dashboard.views.black_boxes import BOXES_SECONDS, show_boxes
+from dashboard.wording import visible
 
 MAP_HEIGHT = 380
 POINTS = 300
 INSTANTS = 600
 PLAY_SECONDS = 1.0
+STILL_SECONDS = 15.0  # what is past stays, but an agent that did not answer is asked again
 SPANS = {
     "2 min": 120,
     "10 min": 600,
@@ -55,9 +57,8 @@ def show(context: Context) -> None:
         return
     address.set_anew(_SLIDER)
     mode = _mode()
-    seconds = {"live": SLOW_REFRESH_SECONDS, "playing": PLAY_SECONDS}.get(mode)
-    every = context.every(seconds) if seconds else None
-    st.fragment(_scene, run_every=every)(context, context.pool, mode)
+    seconds = {"live": SLOW_REFRESH_SECONDS, "playing": PLAY_SECONDS}.get(mode, STILL_SECONDS)
+    st.fragment(_scene, run_every=context.every(seconds))(context, context.pool, mode)
     st.fragment(show_boxes, run_every=context.every(BOXES_SECONDS))(context)
 
 
@@ -321,7 +322,7 @@ def _mark_table(marks: Sequence[Mark]) -> None:
         st.html(widgets.note_html("Nothing: no engine ended or began, nothing was moved, and no alert fired or ended."))
         return
     st.dataframe(
-        [{"UTC": past.moment(mark.time_unix), "what": mark.kind, "text": mark.text} for mark in shown],
+        [{"UTC": past.moment(mark.time_unix), "what": mark.kind, "text": visible(mark.text)} for mark in shown],
         key="time_marks",
         hide_index=True,
         height=220,

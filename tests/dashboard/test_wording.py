@@ -64,3 +64,14 @@ def test_long_ids_keep_both_ends() -> None:
     assert wording.shortened("short", 10) == "short"
     assert wording.shortened("cmpl-0123456789abcdef-7", 12) == "cmpl-0…def-7"
     assert len(wording.shortened("x" * 50, 12)) == 12
+
+
+@pytest.mark.parametrize("hidden", ["\x00", "\x1b", "\x7f", "\x85", "\u2028", "\u202e", "\u2066", "\u200f", "\ud800"])
+def test_what_hides_or_turns_a_text_is_shown_as_a_mark(hidden: str) -> None:
+    assert wording.visible(f"chat{hidden}cmpl") == "chat\N{REPLACEMENT CHARACTER}cmpl"
+    assert wording.escape(f"<b>{hidden}") == "&lt;b&gt;\N{REPLACEMENT CHARACTER}"
+
+
+def test_other_texts_are_shown_as_they_are() -> None:
+    for text in ("chatcmpl-1", "模型 7B", "naïve\n\tnext", "مرحبا", "\N{ZERO WIDTH JOINER}"):
+        assert wording.visible(text) == text
