@@ -34,12 +34,22 @@ def json_text(name: str, rows: Rows, **about: Any) -> str:
     return json.dumps(whole, allow_nan=False, indent=1, default=str) + "\n"
 
 
+class _Shown:
+    """What a view shows now, for every button that it has drawn: the browser may still have one of before a refresh."""
+
+    def __init__(self) -> None:
+        self.rows: Callable[[], Rows] = tuple
+        self.about: dict[str, Any] = {}
+
+
 def offer(name: str, rows: Callable[[], Rows], **about: Any) -> None:
     """Two buttons that download the rows. `rows` is called when one of them is pressed."""
+    shown: _Shown = st.session_state.setdefault(f"export_{name}_shown", _Shown())
+    shown.rows, shown.about = rows, about
     with st.container(horizontal=True, key=f"export_{name}", width="content"):
         st.download_button(
             "CSV",
-            lambda: csv_text(rows()),
+            lambda: csv_text(shown.rows()),
             file_name=f"kvatlas-{name}.csv",
             mime="text/csv",
             key=f"export_csv_{name}",
@@ -48,7 +58,7 @@ def offer(name: str, rows: Callable[[], Rows], **about: Any) -> None:
         )
         st.download_button(
             "JSON",
-            lambda: json_text(name, rows(), **about),
+            lambda: json_text(name, shown.rows(), **shown.about),
             file_name=f"kvatlas-{name}.json",
             mime="application/json",
             key=f"export_json_{name}",

@@ -12,7 +12,7 @@ from typing import Any
 
 from streamlit.runtime.media_file_manager import MediaFileManager
 
-GRACE_SECONDS = 3.0  # each name keeps what its view showed in memory for so long
+GRACE_SECONDS = 10.0
 _NEEDED = ("_remove_orphaned_deferred_callables", "_drop_deferred_id")
 
 
