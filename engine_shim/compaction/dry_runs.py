@@ -10,7 +10,7 @@ from typing import Any
 
 from engine_shim.compaction.mover import BlockFacts, Mover
 from engine_shim.compaction.planning import MovePlan, plan_moves
-from engine_shim.compaction.time_share import TimeShare
+from engine_shim.compaction.time_share import MAX_TIME_SHARE, TimeShare
 from engine_shim.errors import ControlRefused
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 16  # questions that differ, as many as a control socket has connections
 # That one plan counts for at most: at the share of the time that plans may take it is 2 s until the next one, and an
 # asker does not wait for more than some 10 s.
-_MOST_SECONDS = 0.03
+_MOST_SECONDS = 2.0 * MAX_TIME_SHARE
 
 Done = Callable[[MovePlan], None]
 Failed = Callable[[Exception], None]

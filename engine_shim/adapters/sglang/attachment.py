@@ -164,7 +164,7 @@ class Attachment:
         def around(hook: Hook) -> Method:
             def wrapper(node: Any, *args: Any, **kwargs: Any) -> Any:
                 try:
-                    turning = [one.value for one in self._path(node) if one.lock_ref == count]
+                    turning = self._turning(node, count)
                 except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
                     turning = []
                     self.fault(error)
@@ -204,11 +204,18 @@ class Attachment:
         """The slots of the sliding pool that go with these of the full one; 0 where they were given back already."""
         return None if self._mapping_of is None else self._mapping_of.full_to_swa_index_mapping[value]
 
-    def _path(self, node: Any) -> Iterator[Any]:
-        root = self._tree.root_node
+    def _turning(self, node: Any, count: int) -> list[Any]:
+        """The slots of those from `node` up to the root that are locked `count` times. A lock of a node is one of each
+        above it, so that nobody above one that is locked more often is locked less."""
+        root, found = self._tree.root_node, []
         while node is not None and node is not root:
-            yield node
+            locked = node.lock_ref
+            if locked == count:
+                found.append(node.value)
+            elif locked > count:
+                break
             node = node.parent
+        return found
 
     def _adopt(self) -> None:
         evictable = [node.value for node in self._nodes() if node.lock_ref == 0 and node.value is not None]

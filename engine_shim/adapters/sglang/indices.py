@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,16 @@ def as_numbers(host: Any) -> NDArray[np.int64]:
     """A tensor on the host as NumPy, (n,)."""
     numbers: NDArray[np.int64] = host.reshape(-1).numpy().astype(np.int64, copy=False)
     return numbers
+
+
+def as_one(hosts: Sequence[Any]) -> NDArray[np.int64]:
+    """Tensors on the host, one after another, as NumPy, (n,). At least one."""
+    if len(hosts) == 1:
+        return as_numbers(hosts[0])
+    torch: Any = sys.modules["torch"]
+    if any(host.dim() != 1 for host in hosts):
+        hosts = [host.reshape(-1) for host in hosts]
+    return as_numbers(torch.cat(list(hosts)))
 
 
 def _now() -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.adapters.sglang.indices import Copier, Ready, as_numbers, copy_out
+from engine_shim.adapters.sglang.indices import Copier, Ready, as_one, copy_out
 from engine_shim.adapters.sglang.state_map import StateMap
 from engine_shim.layout import BlockState
 
@@ -24,13 +24,19 @@ _FREE, _CACHED, _USED = int(BlockState.FREE), int(BlockState.CACHED), int(BlockS
 
 
 class Note(Enum):
-    """What was done to some slots; the second part of its value is the state that their pages have after it."""
+    """What was done to some slots; the second part of its value, `state`, is what their pages are after it."""
 
     TAKE = "handed out", _USED
     GIVE_BACK = "given back", _FREE
     LET_GO = "in the tree, locked by nobody", _CACHED
     LOCK = "in the tree, locked", _USED
     CLEAR = "everything is given back", _FREE
+
+    def __init__(self, _: str, state: int) -> None:
+        self.state = state  # an attribute: `value` is a property, and costs more than all else that is done with it
+
+
+_KEPT = frozenset({Note.LET_GO, Note.LOCK})
 
 
 class SlotPool:
@@ -51,8 +57,7 @@ class SlotPool:
         else:
             # What is given back may be a view of a request's row, which changes; what is handed out is one of the free
             # list, all of which would stay in memory. Only the tree's own values are small and never change.
-            keeps = what in (Note.LET_GO, Note.LOCK)
-            self._notes.append((what, *self._copier(slots, keeps)))
+            self._notes.append((what, *self._copier(slots, what in _KEPT)))
         if len(self._notes) >= MOST_NOTES:
             self.settle()
 
@@ -64,11 +69,13 @@ class SlotPool:
             if what is Note.CLEAR:
                 self.states[1:] = _FREE
                 continue
-            parts = [as_numbers(host)]
-            while notes and notes[0][0] is what and notes[0][2]():
-                parts.append(as_numbers(notes.popleft()[1]))
-            slots = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            self.states[self.pages_of(slots)] = what.value[1]
+            state, parts = what.state, [host]
+            while notes and notes[0][0].state == state and notes[0][0] is not Note.CLEAR and notes[0][2]():
+                parts.append(notes.popleft()[1])
+            slots = as_one(parts)
+            # One pass over them: what is no slot, 0 or less, falls on the padding, which is put right again.
+            self.states.put(slots if self._page_tokens == 1 else slots // self._page_tokens, state, mode="clip")
+            self.states[0] = int(BlockState.RESERVED)
 
     def adopt(self, free: NDArray[np.int64], cached: NDArray[np.int64]) -> None:
         """Begin with a pool in use: pages that are not free, and those of the tree that nobody locks."""
