@@ -10,7 +10,13 @@ from urllib.parse import quote, urlsplit
 import httpx
 from pydantic import ValidationError
 
-from agent import wire, wire_alerts, wire_blackbox, wire_devices, wire_history, wire_plan, wire_profile
+from agent import wire
+from agent.wire import alerts as wire_alerts
+from agent.wire import blackbox as wire_blackbox
+from agent.wire import devices as wire_devices
+from agent.wire import history as wire_history
+from agent.wire import plan as wire_plan
+from agent.wire import profile as wire_profile
 from engine_shim.errors import KvatlasError
 
 DEFAULT_URL = "http://127.0.0.1:9477"

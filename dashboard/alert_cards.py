@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from agent.wire_alerts import AlertList, AlertRecord, MuteRecord, SinkRecord
+from agent.wire.alerts import AlertList, AlertRecord, MuteRecord, SinkRecord
 from dashboard.widgets import Tile, note_html
 from dashboard.wording import NOT_KNOWN, count, duration, escape
 

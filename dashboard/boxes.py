@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.wire import BlockCounts, MapCells
-from agent.wire_blackbox import BlackBox, BoxSummary
+from agent.wire.blackbox import BlackBox, BoxSummary
 from dashboard import widgets
 from dashboard.palette import Theme
 from dashboard.past import counts_html, moment

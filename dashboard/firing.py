@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 import streamlit as st
 
 from agent.client import AgentClient, AgentRefused, AgentUnavailable
-from agent.wire_alerts import AlertList
+from agent.wire.alerts import AlertList
 from dashboard import address
 from dashboard.wording import duration, escape
 

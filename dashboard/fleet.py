@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from agent.wire import EngineSummary, UnmappedEngine
-from agent.wire_alerts import AlertRecord
+from agent.wire.alerts import AlertRecord
 from dashboard.conditions import MEANINGFUL_STATES
 from dashboard.palette import STATE_ORDER, Theme
 from dashboard.wording import NOT_KNOWN, count, duration, escape, rate, share, shortened

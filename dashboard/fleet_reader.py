@@ -11,7 +11,7 @@ from typing import Protocol
 
 from agent.client import AgentClient, AgentRefused, AgentUnavailable
 from agent.wire import EngineList
-from agent.wire_alerts import AlertRecord
+from agent.wire.alerts import AlertRecord
 from dashboard.fleet import LINE_POINTS, LINE_SECONDS, Fleet, PoolCard, alert_words, card_of, unmapped_card, worst_of
 from dashboard.prometheus import PrometheusUnavailable
 

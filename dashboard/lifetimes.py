@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agent.wire_profile import Durations, PageOccupancy
+from agent.wire.profile import Durations, PageOccupancy
 from dashboard.widgets import bars_html, heading_html, note_html
 from dashboard.wording import count, duration, share, size
 

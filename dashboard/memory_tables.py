@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from agent.wire_devices import CgroupMemory, Device, DeviceList, EngineAllocator, MemoryRow
+from agent.wire.devices import CgroupMemory, Device, DeviceList, EngineAllocator, MemoryRow
 from dashboard.palette import Theme
 from dashboard.widgets import heading_html, note_html
 from dashboard.wording import count, duration, escape, rate, share, size

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent.wire import BlockCounts, MapCells
-from agent.wire_history import FrameCells, FrameTimes
+from agent.wire.history import FrameCells, FrameTimes
 from dashboard.palette import STATE_MEANINGS, Theme
 from dashboard.timeline import Line
 from dashboard.widgets import Tile, tiles_html

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent.wire_plan import LiveAdvice, PlanAnswer
+from agent.wire.plan import LiveAdvice, PlanAnswer
 from dashboard.palette import Theme
 from dashboard.widgets import Tile, heading_html, note_html, tiles_html
 from dashboard.wording import NOT_KNOWN, count, escape, share, size

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from agent.wire import History
-from agent.wire_history import Mark
+from agent.wire.history import Mark
 from dashboard.figures import band, base_layout
 from dashboard.palette import Theme
 

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agent import wire_alerts as wire
 from agent.alerting.rule_files import DEFAULT_FILE, default_rules, load_rules
 from agent.alerting.sinks import NAMES, make_sinks
 from agent.alerting.trial import send_trial
 from agent.client import AgentClient, checked_address
 from agent.config import AgentSettings, variable
+from agent.wire import alerts as wire
 from alerts.rules import Rule
 from alerts.sinks.base import clean
 from alerts.units import Unit, parse, tell, tell_seconds

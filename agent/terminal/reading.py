@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from agent import wire
 from agent.client import AgentClient, AgentRefused
 from agent.terminal.bar import cells_wanted
-from agent.wire_alerts import AlertList, AlertRecord
+from agent.wire.alerts import AlertList, AlertRecord
 
 SCHEMA = "kvatlas.top/v1"
 TREND_SECONDS = 300.0

@@ -12,7 +12,7 @@ from agent.terminal.detail import bar_columns, detail
 from agent.terminal.pools import alert_style, pool_lines
 from agent.terminal.reading import Look, told
 from agent.terminal.words import Glyphs, count, fold, seconds
-from agent.wire_alerts import AlertRecord
+from agent.wire.alerts import AlertRecord
 
 KEYS = "q quit   j/k or arrows choose a pool   p pause"
 HOLDERS = 8  # where the height is not limited

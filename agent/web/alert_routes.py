@@ -10,12 +10,12 @@ from typing import Annotated
 
 from fastapi import Depends, FastAPI, Path, Request, Response
 
-from agent import wire_alerts as wire
 from agent.alerting.service import Alerting
 from agent.sampling.crew import Crew
 from agent.sampling.model import Clock
 from agent.web.errors import ApiError, json_response
 from agent.web.waiting import Answer, off_the_loop
+from agent.wire import alerts as wire
 from alerts.errors import AlertsConfigError
 from alerts.model import Alert, Change, Phase
 from alerts.mutes import Mute

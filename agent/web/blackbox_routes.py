@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Path, Query, Response
 from pydantic import ValidationError
 
-from agent import wire_blackbox, wire_history
 from agent.blackbox.contents import NANOSECONDS
 from agent.blackbox.reading import BoxDamaged, BoxReader, FoundBox, OpenBox
 from agent.fragmentation import analyze
@@ -17,6 +16,8 @@ from agent.web.cells import cut, states_by_cell
 from agent.web.errors import ApiError, json_response
 from agent.web.presenter import fragmentation
 from agent.web.waiting import off_the_loop
+from agent.wire import blackbox as wire_blackbox
+from agent.wire import history as wire_history
 from engine_shim.snapshot import MapSnapshot
 
 ROUTE = "/v1/black-boxes"

@@ -7,12 +7,12 @@ from dataclasses import asdict
 
 from fastapi import FastAPI, Response
 
-from agent import wire_devices as wire
 from agent.allocator.families import parts, stuck_share
 from agent.allocator.polling import AllocatorSample
 from agent.devices.model import CgroupMemory, DevicesView, DeviceView, EngineProcess
 from agent.sampling.model import Clock
 from agent.web.errors import json_response
+from agent.wire import devices as wire
 
 ROUTE = "/v1/devices"
 

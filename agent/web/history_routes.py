@@ -10,7 +10,7 @@ from fastapi import FastAPI, Path, Query, Response
 from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
 
-from agent import wire, wire_history
+from agent import wire
 from agent.fragmentation import analyze
 from agent.history import MAX_POINTS, METRICS, History
 from agent.history.frames import FrameCorrupt
@@ -19,6 +19,7 @@ from agent.sampling.model import Clock
 from agent.web.cells import cut, states_by_cell
 from agent.web.errors import ApiError, json_response
 from agent.web.presenter import block_counts, fragmentation
+from agent.wire import history as wire_history
 from alerts.database import DatabaseUnusable
 
 DEFAULT_HISTORY_SECONDS = 600.0

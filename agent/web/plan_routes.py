@@ -18,7 +18,7 @@ from agent.capacity.request import PlanRequest
 from agent.capacity.words import refusal
 from agent.sampling.model import PoolSample
 from agent.web.errors import ApiError, json_response
-from agent.wire_plan import LiveAdvice, PlanAnswer, PlanCard, PlanChoices
+from agent.wire.plan import LiveAdvice, PlanAnswer, PlanCard, PlanChoices
 from engine_shim.errors import SettingsError
 
 ROUTE = "/v1/plan"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from agent.sampling.model import PoolSample
 from agent.web.cells import counts_by_cell
 from agent.web.errors import json_response
-from agent.wire_profile import Durations, PageOccupancy, PoolProfile
+from agent.wire.profile import Durations, PageOccupancy, PoolProfile
 from engine_shim.layout import BlockState
 from engine_shim.snapshot import MapSnapshot
 

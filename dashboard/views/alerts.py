@@ -8,7 +8,7 @@ from functools import partial
 import streamlit as st
 
 from agent.client import AgentClient
-from agent.wire_alerts import AlertList, MuteOrder, SinkTrial, SinkTrialOrder
+from agent.wire.alerts import AlertList, MuteOrder, SinkTrial, SinkTrialOrder
 from dashboard import address, alert_cards, exports, widgets
 from dashboard.context import Context, ask, plain
 from dashboard.firing import AGENT

@@ -8,7 +8,7 @@ import streamlit as st
 
 from agent.client import AgentRefused, AgentUnavailable
 from agent.wire import History, HistoryPoint
-from agent.wire_blackbox import BlackBox, BoxSummary
+from agent.wire.blackbox import BlackBox, BoxSummary
 from dashboard import address, boxes, exports, figures, past, timeline, widgets
 from dashboard.conditions import refused
 from dashboard.context import Context, show_condition

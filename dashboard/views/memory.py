@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from agent.wire_devices import DeviceList
+from agent.wire.devices import DeviceList
 from dashboard import exports, memory_tables
 from dashboard.context import Context, ask
 from dashboard.source import SLOW_REFRESH_SECONDS, timed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from agent.wire_plan import PlanChoices
+from agent.wire.plan import PlanChoices
 from dashboard import plan_words, widgets
 from dashboard.context import Context, ask, plain
 from dashboard.local_page import goes_without_token

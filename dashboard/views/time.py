@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import streamlit as st
 
 from agent.client import AgentRefused, AgentUnavailable
-from agent.wire_history import FrameCells, FrameTimes, Mark
+from agent.wire.history import FrameCells, FrameTimes, Mark
 from dashboard import address, exports, figures, past, timeline, widgets
 from dashboard.conditions import refused
 from dashboard.context import Answer, Context, ask, show_condition

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent.wire_alerts import AlertList, AlertRecord, SinkRecord
+from agent.wire.alerts import AlertList, AlertRecord, SinkRecord
 from dashboard import alert_cards, firing
 
 NOW = 1_700_000_000.0

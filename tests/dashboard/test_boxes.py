@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent import wire
-from agent.wire_blackbox import BlackBox, BoxEvent, BoxHistory, BoxMap, BoxRequest, BoxSummary
+from agent.wire.blackbox import BlackBox, BoxEvent, BoxHistory, BoxMap, BoxRequest, BoxSummary
 from dashboard import boxes
 from dashboard.palette import LIGHT
 

@@ -16,7 +16,7 @@ import pytest
 
 from agent import wire
 from agent.client import AgentClient
-from agent.wire_alerts import AlertRecord
+from agent.wire.alerts import AlertRecord
 from dashboard.fleet import NO_AGENT, Fleet, PoolCard, alert_words, card_of, chosen_of, concern, fleet_html
 from dashboard.fleet_reader import FleetReader
 from dashboard.palette import LIGHT

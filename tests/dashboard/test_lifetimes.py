@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from agent.wire_profile import Durations, PageOccupancy
+from agent.wire.profile import Durations, PageOccupancy
 from dashboard.lifetimes import NOT_IN_MAP, NOTHING_YET, durations_html, pages_html, quantile_words
 
 BOUNDS = [0.5, 1.0, 2.0, 64.0]

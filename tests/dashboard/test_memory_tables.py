@@ -9,7 +9,7 @@ import pytest
 from agent.devices.model import NOTHING_READ, NOTHING_RECORDED
 from agent.sampling.model import Clock
 from agent.web.device_routes import describe_devices
-from agent.wire_devices import (
+from agent.wire.devices import (
     CgroupMemory,
     Device,
     DeviceList,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent import wire
-from agent.wire_history import FrameCells, FrameTimes
+from agent.wire.history import FrameCells, FrameTimes
 from dashboard import exports, past
 from dashboard.figures import block_map
 from dashboard.palette import LIGHT

@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 
 import dashboard
 from agent.client import AgentClient, AgentUnavailable
-from agent.wire_blackbox import BoxList
+from agent.wire.blackbox import BoxList
 
 APP = Path(dashboard.__file__).parent / "app.py"
 VIEWS = ("time", "compaction", "requests")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent.capacity.request import PlanRequest
-from agent.wire_plan import PlanAnswer
+from agent.wire.plan import PlanAnswer
 from dashboard import plan_words
 from dashboard.palette import LIGHT
 from dashboard.plan_words import Form, NotAConfig

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agent.wire import History, HistoryPoint
-from agent.wire_history import Mark
+from agent.wire.history import Mark
 from dashboard import timeline
 from dashboard.figure_component import pack
 from dashboard.palette import DARK, LIGHT

@@ -61,7 +61,7 @@ def allowed(path: Path, found: Import) -> bool:
             "engine_shim.reference", "engine_shim.adapters"
         )
     if package == "dashboard":
-        wire = found.module.startswith("agent.wire")  # agent.wire and its neighbours, such as agent.wire_alerts
+        wire = found.module.startswith("agent.wire")  # agent.wire and its parts, such as agent.wire.alerts
         return found.top not in (*OURS, "torch") or wire or found.within("dashboard", "agent.client")
     return found.top not in (*OURS, "torch") or found.top == "alerts"
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from agent import wire_alerts as wire
 from agent.alerting.families import alert_families
 from agent.exporter import Exporter, render_text
 from agent.history import MemoryHistory
 from agent.web.api import ApiContext, create_app
 from agent.web.security import WriteGuard
+from agent.wire import alerts as wire
 from alerts.model import ChangeKind
 from alerts.sinks.log import LogSink
 from alerts.sinks.secret_url import SecretUrl

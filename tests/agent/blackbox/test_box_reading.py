@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent import wire_blackbox
 from agent.blackbox.keeper import FOLDER, BlackBoxes
 from agent.blackbox.privacy import hash_id
 from agent.blackbox.reading import BoxDamaged, BoxReader
@@ -22,6 +21,7 @@ from agent.history import MemoryHistory
 from agent.history.database import Mark
 from agent.sampling.sampler import Sampler
 from agent.web.blackbox_routes import describe_box
+from agent.wire import blackbox as wire_blackbox
 from engine_shim.allocation_map.reader import MapReader
 
 Start = Callable[..., Any]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from agent import wire, wire_alerts
+from agent import wire
 from agent.terminal.reading import Look, worst_first
+from agent.wire import alerts as wire_alerts
 
 NOW = 1_700_000_000.0
 

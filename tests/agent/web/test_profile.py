@@ -15,7 +15,7 @@ from agent.fragmentation import analyze
 from agent.sampling.model import PoolSample
 from agent.web.cells import map_cells
 from agent.web.profile import page_occupancy, pool_profile
-from agent.wire_profile import PageOccupancy
+from agent.wire.profile import PageOccupancy
 from engine_shim.snapshot import GroupEntry, MapSnapshot, OwnerEntry
 
 NOW = 1_700_000_100.0

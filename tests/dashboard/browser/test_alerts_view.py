@@ -14,7 +14,7 @@ from playwright.sync_api import Page, expect
 
 from agent.alerting.rule_files import default_rules
 from agent.client import AgentClient
-from agent.wire_alerts import AlertList
+from agent.wire.alerts import AlertList
 
 pytestmark = pytest.mark.browser
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from agent.wire import BlockStateName, Fragmentation, WireModel
-from agent.wire_history import Mark
+from agent.wire.history import Mark
 
 
 class BoxSummary(WireModel):
