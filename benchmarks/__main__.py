@@ -76,7 +76,13 @@ def machine() -> dict[str, object]:
 
 def run(wanted: Sequence[str], out: Path, options: Sequence[str]) -> dict[str, Any]:
     """Run them; the results, which are written down after each, so that nothing is lost where one is interrupted."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("results.json", "table.md"):  # what an earlier run wrote is not of this one
+            (out / name).unlink(missing_ok=True)
+        write(out / "results.json", "{}\n")
+    except OSError as error:
+        sys.exit(f"error: {out} cannot be written to: {error}; name another folder with --out")
     ran: list[str] = []
     failed: list[str] = []
     results: dict[str, Any] = {"schema": SCHEMA, "machine": machine(), "ran": ran, "failed": failed}
@@ -94,10 +100,30 @@ def run(wanted: Sequence[str], out: Path, options: Sequence[str]) -> dict[str, A
         ran.append(name)
         if status != 0:
             failed.append(name)
-        if file.exists():  # also where it failed: that is how a bar is missed
-            results[name] = json.loads(file.read_text())
-        (out / "results.json").write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+        try:
+            if file.exists():  # also where it failed: that is how a bar is missed
+                results[name] = parsed(file.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            print(f"error: {file} is not what a benchmark should write: {error}", file=sys.stderr)
+            failed[:] = dict.fromkeys([*failed, name])
+        write(out / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n")
     return results
+
+
+def parsed(text: str) -> Any:
+    """JSON without NaN and infinities, which would pass for any value; ValueError where it is none."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a result")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def write(file: Path, text: str) -> None:
+    """All of it or nothing."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text)
+    part.replace(file)
 
 
 def show(results: dict[str, Any], markdown: Path | None) -> bool:
@@ -111,7 +137,7 @@ def show(results: dict[str, Any], markdown: Path | None) -> bool:
     print(as_text(rows, facts, how_to_run()))
     print(f"Without a bar: {', '.join(WITHOUT_A_BAR)}.")
     if markdown is not None:
-        markdown.write_text(as_markdown(rows, facts, how_to_run()))
+        write(markdown, as_markdown(rows, facts, how_to_run()))
     return not any(row.outcome in (Outcome.MISSED, Outcome.ERROR) for row in rows)
 
 
@@ -119,12 +145,14 @@ def read_results(folder: Path) -> dict[str, Any]:
     """What an earlier run wrote there; ends the program where that is nothing of the kind."""
     file = folder / "results.json"
     try:
-        results = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        results = parsed(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         sys.exit(f"error: {file} cannot be read: {error}; name a folder that a run wrote to, such as {OUT}")
-    if not isinstance(results, dict) or results.get("schema") != SCHEMA:
+    shapes = {"schema": str, "machine": dict, "ran": list, "failed": list}
+    fits = isinstance(results, dict) and all(isinstance(results.get(name), kind) for name, kind in shapes.items())
+    if not fits or results["schema"] != SCHEMA:
         sys.exit(f"error: {file} is not of the schema {SCHEMA}; run the benchmarks again")
-    return results
+    return dict(results)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -162,8 +190,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was asked for; the result is the exit status, 1 where a benchmark failed or a bar is not met."""
     options, passed_on = parse(sys.argv[1:] if arguments is None else arguments)
     if options.table is not None:
-        return 0 if show(read_results(options.table), None) else 1
-    results = run(chosen(options.name, everything=options.all), options.out, passed_on)
+        results = read_results(options.table)
+        fine = show(results, None)
+        if results["failed"]:
+            print(f"failed, or missed a bar: {', '.join(map(str, results['failed']))}", file=sys.stderr)
+        return 0 if fine and not results["failed"] else 1
+    try:
+        results = run(chosen(options.name, everything=options.all), options.out, passed_on)
+    except KeyboardInterrupt:
+        print(f"interrupted; make bench ARGS='--table {options.out}' shows what had run by then", file=sys.stderr)
+        return 130
     fine = show(results, options.out / "table.md")
     print(f"results: {options.out / 'results.json'}, table: {options.out / 'table.md'}")
     return 0 if fine and not results["failed"] else 1

@@ -6,6 +6,7 @@ list to them. What lies in a benchmark's JSON is read by small pure functions, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +74,8 @@ class Bar:
 
 
 def number(value: object) -> float:
-    """The value, if it is a number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """The value, if it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError(f"{value!r} is not a number")
     return value
 
@@ -207,6 +208,8 @@ def time_share_bound(result: Any) -> float:
 def blocks_that_differ(result: Any) -> Reading:
     """Contents of a model are in its tokens alone, and are not compared."""
     compared = [number(one["mismatches"]) for one in result["costs"] if one["mismatches"] is not None]
+    if not compared:
+        raise NotMeasuredError("no contents were compared")
     return Reading(sum(compared) + number(result["gain"]["mismatches"]))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 from importlib import resources
+from urllib.parse import quote, unquote
 
 import streamlit as st
 
@@ -18,6 +19,11 @@ _mount = st.components.v2.component(
 )
 
 
+def as_choice(name: str) -> str:
+    """A name from outside as the value of `data-choice`: as HTML it would lose carriage returns and the like."""
+    return quote(name, safe=" -_.~:", errors="surrogatepass")
+
+
 def show_choices(html: str, *, key: str) -> str | None:
     """Draw `html`, whose parts from outside are escaped; the value of `data-choice` that was clicked just now, or None.
 
@@ -25,4 +31,4 @@ def show_choices(html: str, *, key: str) -> str | None:
     """
     result = _mount(key=key, data=gzip.compress(html.encode(), mtime=0), on_chosen_change=lambda: None)
     chosen: str | None = result.chosen
-    return chosen
+    return None if chosen is None else unquote(chosen)

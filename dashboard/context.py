@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -57,4 +58,4 @@ def show_condition(condition: conditions.Condition) -> None:
 
 def plain(text: str) -> str:
     """Text as it is: what comes from outside must not be read as Markdown."""
-    return "".join(f"\\{one}" if one in "\\`*_{}[]()<>#+-!|~$:" else one for one in visible(text))
+    return "".join(f"\\{one}" if one in string.punctuation else one for one in visible(text).strip())

@@ -38,18 +38,26 @@ class _Shown:
     """What a view shows now, for every button that it has drawn: the browser may still have one of before a refresh."""
 
     def __init__(self) -> None:
-        self.rows: Callable[[], Rows] = tuple
-        self.about: dict[str, Any] = {}
+        self.now: tuple[Callable[[], Rows], dict[str, Any]] = tuple, {}  # one value, since another thread reads it
+
+    def csv(self) -> str:
+        rows, _ = self.now
+        return csv_text(rows())
+
+    def json(self, name: str) -> str:
+        rows, about = self.now
+        return json_text(name, rows(), **about)
 
 
 def offer(name: str, rows: Callable[[], Rows], **about: Any) -> None:
     """Two buttons that download the rows. `rows` is called when one of them is pressed."""
-    shown: _Shown = st.session_state.setdefault(f"export_{name}_shown", _Shown())
-    shown.rows, shown.about = rows, about
+    pool = about.get("pool") or about.get("id") or ""
+    shown: _Shown = st.session_state.setdefault(f"export_{name}_shown_{pool}", _Shown())
+    shown.now = rows, about
     with st.container(horizontal=True, key=f"export_{name}", width="content"):
         st.download_button(
             "CSV",
-            lambda: csv_text(shown.rows()),
+            shown.csv,
             file_name=f"kvatlas-{name}.csv",
             mime="text/csv",
             key=f"export_csv_{name}",
@@ -58,7 +66,7 @@ def offer(name: str, rows: Callable[[], Rows], **about: Any) -> None:
         )
         st.download_button(
             "JSON",
-            lambda: json_text(name, shown.rows(), **shown.about),
+            lambda: shown.json(name),
             file_name=f"kvatlas-{name}.json",
             mime="application/json",
             key=f"export_json_{name}",

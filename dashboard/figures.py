@@ -12,7 +12,7 @@ from agent.wire import History, MapCells
 from dashboard.colouring import Colouring, by_state, cell_counts
 from dashboard.palette import STATE_ORDER, Theme
 from dashboard.raster import indexed_png
-from dashboard.wording import duration, shortened
+from dashboard.wording import duration, in_figure, shortened
 
 MAX_COLUMNS = 64
 OWNER_CHARACTERS = 24  # both ends of a long id; whole ones would double what each refresh sends
@@ -123,7 +123,10 @@ def _words(cells: MapCells) -> list[str]:
     if cells.owner is None:
         names = ["not in the map"] * cells.cells
     else:
-        owners = [*(shortened(owner, OWNER_CHARACTERS) for owner in cells.owners), "nobody"]  # -1 is the last
+        owners = [
+            *(in_figure(shortened(owner, OWNER_CHARACTERS)) for owner in cells.owners),
+            "nobody",
+        ]  # -1 is the last
         names = [owners[i] for i in cells.owner]
     if cells.blocks_per_cell > 1:
         return [f"{mix}<br>owner of most: {name}" for mix, name in zip(_mixes(cells), names, strict=True)]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from agent.wire import EngineSummary, UnmappedEngine
 from agent.wire.alerts import AlertRecord
+from dashboard.choices import as_choice
 from dashboard.conditions import MEANINGFUL_STATES
 from dashboard.palette import STATE_ORDER, Theme
 from dashboard.wording import NOT_KNOWN, count, duration, escape, rate, share, shortened
@@ -186,7 +186,7 @@ def _card_html(card: PoolCard, theme: Theme) -> str:
         return f'<div class="kv-card" title="{NO_AGENT}">{inner}</div>'
     address = {"view": "pool", "pool": card.id} | ({"agent": str(card.agent)} if card.agent > 1 else {})
     link = escape(urlencode(address))
-    return f'<a class="kv-card" href="?{link}" data-choice="{html.escape(choice_of(card))}">{inner}</a>'
+    return f'<a class="kv-card" href="?{link}" data-choice="{as_choice(choice_of(card))}">{inner}</a>'
 
 
 def concern(card: PoolCard) -> str:

@@ -15,6 +15,7 @@ from agent.wire import History
 from agent.wire.history import Mark
 from dashboard.figures import band, base_layout
 from dashboard.palette import Theme
+from dashboard.wording import in_figure
 
 Lane = Literal["engine", "moves", "alerts"]
 LANES: tuple[Lane, ...] = ("engine", "moves", "alerts")
@@ -292,7 +293,7 @@ def _add_episodes(figure: go.Figure, episodes: Sequence[Episode], end_unix: floa
                 "size": 9,
                 "color": [theme.threshold if one.tone == "end" else theme.text for one in points],
             },
-            text=[_escaped(one.text) for one in points],
+            text=[in_figure(one.text) for one in points],
             hovertemplate="%{text}<extra></extra>",
         )
     levels: dict[str, int] = {}  # one for each alert, so that those of one time do not cover each other
@@ -309,7 +310,7 @@ def _add_episodes(figure: go.Figure, episodes: Sequence[Episode], end_unix: floa
                     "size": 8,
                     "symbol": ["triangle-up", "circle-open" if one.end_unix is None else "line-ns-open"],
                 },
-                text=[_escaped(one.text)] * 2,
+                text=[in_figure(one.text)] * 2,
                 hovertemplate="%{text}<extra></extra>",
             )
 
@@ -350,8 +351,3 @@ def _columns(history: History) -> tuple[Floats, Floats, Floats, Floats]:
     ]
     table = np.array(rows, np.float64).reshape(-1, 4)
     return table[:, 0].round(), table[:, 1], table[:, 2], table[:, 3]
-
-
-def _escaped(text: str) -> str:
-    """Plotly reads some HTML in its texts."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.wire import EngineSummary, Request, RequestPage
+from dashboard.choices import as_choice
 from dashboard.palette import STATE_MEANINGS, Theme
 from dashboard.wording import NOT_KNOWN, count, duration, escape, power_of_two, rate, share, shortened, size
 
@@ -193,7 +193,7 @@ def holders_html(page: RequestPage, engine_block_bytes: int, chosen: str | None 
 
 def _holder(request: Request, block_bytes: int, chosen: str | None) -> str:
     name, is_chosen = escape(request.request_id), request.request_id == chosen
-    value = "" if is_chosen else html.escape(request.request_id)  # chosen once more, it is given up
+    value = "" if is_chosen else as_choice(request.request_id)  # chosen once more, it is given up
     return (
         f'<tr data-choice="{value}" class="{"kv-chosen" if is_chosen else ""}"><td><button class="kv-choice" '
         f'data-choice="{value}" aria-pressed="{str(is_chosen).lower()}" title="{name}: show its blocks on the map">'

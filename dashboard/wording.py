@@ -7,26 +7,33 @@ import unicodedata
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 NOT_KNOWN = "\N{EM DASH}"
-_HIDDEN = frozenset({"Cc", "Cs", "Zl", "Zp"})  # control characters, halves of others, breaks
-_TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # control and format characters, halves of others, breaks
+_BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")  # that show as nothing, or as a space
+_VARIANTS = (("\u180b", "\u180f"), ("\ufe00", "\ufe0f"), ("\U000e0000", "\U000e0fff"))
 
 
 def visible(text: str) -> str:
     """Text from outside with a mark in place of whatever would hide in it, or make it read otherwise than it is
-    written: control characters, breaks and marks of direction."""
+    written: control characters, marks of direction, joiners and blanks without width. Line feeds and tabs stay."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        "\N{REPLACEMENT CHARACTER}"
-        if one in _TURNING or (unicodedata.category(one) in _HIDDEN and one not in "\n\t")
-        else one
-        for one in text
-    )
+    return "".join("\N{REPLACEMENT CHARACTER}" if _hides(one) else one for one in text)
+
+
+def _hides(one: str) -> bool:
+    if one in "\n\t":
+        return False
+    return unicodedata.category(one) in _HIDDEN or one in _BLANK or any(low <= one <= high for low, high in _VARIANTS)
 
 
 def escape(text: str) -> str:
     """Text from outside as HTML that shows it, and does nothing else."""
     return html.escape(visible(text))
+
+
+def in_figure(text: str) -> str:
+    """Text from outside as Plotly shows it in a hover: it reads some HTML there, links among it."""
+    return escape(text).replace("&quot;", '"').replace("&#x27;", "'")
 
 
 def count(value: int | None) -> str:

@@ -61,9 +61,11 @@ require_python() {
 }
 
 require_space() {
-    free_mib=$(df -Pm "$ROOT" | awk 'NR == 2 { print $4 }')
+    place=$VENV # or the nearest folder above it that is there
+    while [ ! -d "$place" ]; do place=$(dirname "$place"); done
+    free_mib=$(df -Pm "$place" | awk 'NR == 2 { print $4 }')
     if [ "$free_mib" -lt "$MINIMUM_FREE_MIB" ]; then
-        fail 1 "$free_mib MiB are free at $ROOT and $MINIMUM_FREE_MIB are needed: free some space, or set VENV to a roomier place"
+        fail 1 "$free_mib MiB are free at $place and $MINIMUM_FREE_MIB are needed: free some space, or set VENV to a roomier place"
     fi
     if [ -z "$TORCH_INDEX" ] && [ "$free_mib" -lt "$FULL_BUILD_FREE_MIB" ]; then
         say "warning: $free_mib MiB are free; PyTorch's default build may need $FULL_BUILD_FREE_MIB (TORCH_INDEX avoids that, see the README)"

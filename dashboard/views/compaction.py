@@ -105,8 +105,11 @@ def _busy() -> bool:
     return job is not None and not job.done.is_set()
 
 
-def _start(context: Context, pool: str, what: str, call: Callable[[AgentClient], Any]) -> None:
-    """Called by a click, once, even where the part of the page that it belongs to is not the one that runs next."""
+def _start(context: Context, pool: str, what: str, call: Callable[[AgentClient], Any], *, waits: bool = True) -> None:
+    """Called by a click, once, even where the part of the page that it belongs to is not the one that runs next. All
+    but the kill switch wait for what is under way."""
+    if _busy() and waits:
+        return
     writer = context.client.with_token(operator_token.token() or "")
     st.session_state[_JOB] = jobs.start(what, pool, writer, call)
     st.session_state[_STARTED] = True
@@ -138,7 +141,7 @@ def _switch_relocation(context: Context, pool: str, words: str, on: bool) -> Non
 
 
 def _kill(context: Context, pool: str) -> None:
-    _start(context, pool, "Kill switch", lambda writer: writer.switch_moving_off(pool))
+    _start(context, pool, "Kill switch", lambda writer: writer.switch_moving_off(pool), waits=False)
 
 
 def _ask_plan() -> None:

@@ -52,7 +52,7 @@ class Stretch:
 
 
 def show(context: Context) -> None:
-    """The scene, refreshed while it is live or played; and the black boxes, which do not change."""
+    """The scene, refreshed often while it is live or played; and the black boxes, which do not change."""
     if context.pool is None:
         return
     address.set_anew(_SLIDER)

@@ -44,6 +44,19 @@ def open_writer(spec: MapSpec) -> tuple[MapWriter | None, str]:
         return None, reason
 
 
+def name_the_speaker() -> None:
+    """Let our log lines say whose they are, where the process has set up no logging that would. Never raises."""
+    try:
+        ours = logging.getLogger("kvatlas")
+        if not ours.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setLevel(logging.WARNING)
+            handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s kvatlas: %(message)s"))
+            ours.addHandler(handler)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the engine must start
+        log.warning("kvatlas: its log lines stay without a name: %r", error)
+
+
 def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
     """A setting that is a number; the default, with a log line, where it is none."""
     text = environment.get(name, "")

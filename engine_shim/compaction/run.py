@@ -172,8 +172,6 @@ class CompactionRun:
         what came of it is looked at before the pool goes on."""
         if self._phase is Phase.LOOKING:
             return self._task is None
-        if self._phase is Phase.ENDING:
-            return True
         return self._phase is Phase.MOVING and not self._at_plan_edge
 
     def rest(self) -> bool:

@@ -279,7 +279,6 @@ SPEED = Bar("plain", "speed of it", at("a", "b"), 0.98, at_least=True)
         (SPEED, 0.97996, Outcome.MISSED, "0.97996"),
         (SPEED, 1, Outcome.MET, "1"),
         (SPEED, 0.5, Outcome.MISSED, "0.500"),
-        (SPEED, float("inf"), Outcome.MET, "inf"),
     ],
 )
 def test_a_value_is_shown_on_its_side_of_the_bar(bar: Bar, value: float, outcome: Outcome, measured: str) -> None:

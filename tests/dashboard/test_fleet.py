@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -61,7 +62,7 @@ def test_what_a_card_says_is_escaped_and_leads_to_its_pool(summary: Summary) -> 
     assert "agent=2" in text
     choice = re.search(r'data-choice="([^"]*)"', text)
     assert choice is not None
-    assert chosen_of(html.unescape(choice[1])) == (2, card.id)
+    assert chosen_of(unquote(html.unescape(choice[1]))) == (2, card.id)
     assert "49.9 % of 1,000 held" not in text
     assert "50.0 % of 1,000 held" in text
 

@@ -66,12 +66,20 @@ def test_long_ids_keep_both_ends() -> None:
     assert len(wording.shortened("x" * 50, 12)) == 12
 
 
-@pytest.mark.parametrize("hidden", ["\x00", "\x1b", "\x7f", "\x85", "\u2028", "\u202e", "\u2066", "\u200f", "\ud800"])
+HIDDEN = "\x00\x1b\x7f\x85\u2028\u202e\u2066\u200f\ud800\u200b\u00ad\u3164\ufe0f"
+
+
+@pytest.mark.parametrize("hidden", list(HIDDEN))
 def test_what_hides_or_turns_a_text_is_shown_as_a_mark(hidden: str) -> None:
     assert wording.visible(f"chat{hidden}cmpl") == "chat\N{REPLACEMENT CHARACTER}cmpl"
     assert wording.escape(f"<b>{hidden}") == "&lt;b&gt;\N{REPLACEMENT CHARACTER}"
 
 
 def test_other_texts_are_shown_as_they_are() -> None:
-    for text in ("chatcmpl-1", "模型 7B", "naïve\n\tnext", "مرحبا", "\N{ZERO WIDTH JOINER}"):
+    for text in ("chatcmpl-1", "模型 7B", "naïve\n\tnext", "مرحبا"):
         assert wording.visible(text) == text
+
+
+def test_a_hover_reads_no_html_from_a_name() -> None:
+    shown = wording.in_figure("<a href='//e.xy'>k</a>\u202e")
+    assert shown == "&lt;a href='//e.xy'&gt;k&lt;/a&gt;\N{REPLACEMENT CHARACTER}"

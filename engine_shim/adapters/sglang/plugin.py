@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine_shim.adapters.opening import disabled
+from engine_shim.adapters.opening import disabled, name_the_speaker
 from engine_shim.adapters.sglang.attachment import Attachment
 from engine_shim.adapters.sglang.indices import Copier, copy_out
 from engine_shim.adapters.sglang.shape import SUPPORTED, examine
@@ -29,6 +29,7 @@ def register() -> None:
     try:
         if os.environ.get(SWITCH) != "1" or disabled(os.environ):
             return
+        name_the_speaker()
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
         if not hasattr(RadixCache.__init__, _MARK):

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine_shim.adapters.opening import disabled
+from engine_shim.adapters.opening import disabled, name_the_speaker
 from engine_shim.adapters.transformers.attachment import Attachment
 from engine_shim.adapters.transformers.shape import SUPPORTED, examine
 
@@ -29,6 +29,7 @@ def register() -> None:
     try:
         if disabled(os.environ):
             return
+        name_the_speaker()
         from transformers.generation.continuous_batching import continuous_api
 
         processor_class, manager_class = (

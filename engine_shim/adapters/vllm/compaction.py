@@ -21,6 +21,13 @@ def compaction_asked(environment: Mapping[str, str]) -> bool:
     return environment.get("KVATLAS_VLLM_COMPACTION", "").strip().lower() in ("1", "true", "yes", "on")
 
 
+def action_for(refusal: str) -> str:
+    """What whoever asked for moves can do about one of these reasons."""
+    if refusal == NOT_ASKED:
+        return "set it and start vLLM again; docs/vllm.md says what it allows"
+    return "docs/vllm.md lists what moves of live blocks are refused for; relocating allocation may still be possible"
+
+
 def compaction_refusal(scheduler: Any) -> str:
     """Why live blocks of this engine cannot be moved; "" where they can. Touches nothing."""
     config, cache = scheduler.vllm_config, scheduler.kv_cache_manager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from engine_shim.adapters.vllm.compaction import action_for
 from engine_shim.adapters.vllm.relocator import Relocator
 from engine_shim.compaction.compactor import Compactor
 from engine_shim.compaction.mover import OffBy
@@ -55,9 +56,7 @@ class ControlDesk(Desk):
             return SwitchReply(on=False, reason=reason)
         if isinstance(request, CompactRequest | PlanRequest):
             if self._compactor is None:
-                return ErrorReply(
-                    error="refused", message=self._no_compaction, action="start vLLM with KVATLAS_VLLM_COMPACTION=1"
-                )
+                return ErrorReply(error="refused", message=self._no_compaction, action=action_for(self._no_compaction))
             self.compact(self._compactor, ticket, request)
             return None
         return self._status()

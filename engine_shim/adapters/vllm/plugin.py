@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine_shim.adapters.opening import disabled
+from engine_shim.adapters.opening import disabled, name_the_speaker
 from engine_shim.adapters.vllm.attachment import Attachment
 from engine_shim.adapters.vllm.shape import SUPPORTED, examine
 
@@ -31,6 +31,7 @@ def register() -> None:
     try:
         if disabled(os.environ):
             return
+        name_the_speaker()
         from vllm.config.scheduler import SchedulerConfig
 
         stock = SchedulerConfig.get_scheduler_cls
