@@ -20,7 +20,7 @@ from engine_shim.errors import KvatlasError
 from engine_shim.snapshot import EngineIdentity
 
 SMALL_BYTES = 64 * 2**20  # what a container has in /dev/shm where nobody said otherwise
-LARGE_POOLS = "a map takes about 18 bytes a block and 3 MiB"
+LARGE_POOLS = "a map takes about 18 bytes a block and 4.6 MiB"
 
 
 def examine_folder(folder: Path) -> Finding:
