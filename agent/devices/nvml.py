@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -82,6 +83,8 @@ class NvmlReader:
             ask("nvmlInit")
         except Refused as error:
             broken = _why_not_loaded() if error.code == LIBRARY_NOT_FOUND else ""
+            if broken is None:
+                return self._last  # whatever is there, it could not be looked at now
             return (
                 NvmlReading(LibraryState.FAILED, broken) if broken else NvmlReading(error.meaning.library, str(error))
             )
@@ -147,12 +150,15 @@ class NvmlReader:
                 Asker(self._nvml, say)("nvmlShutdown")
 
 
-def _why_not_loaded() -> str:
-    """Why a library that is there is not loaded, which the binding calls not found; "" where there is none."""
+def _why_not_loaded() -> str | None:
+    """Why a library that is there is not loaded, which the binding calls not found; "" where there is none, and None
+    where this process is too short of descriptors or memory to tell."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError as error:
         text = str(error)
+        if any(os.strerror(code) in text for code in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)):
+            return None
         if not (text.startswith(LIBRARY) and "No such file" in text):  # of itself, not of one that it needs
             return f"{LIBRARY} is there and cannot be loaded: {text[:200]}. Install the driver's libraries again"
     return ""

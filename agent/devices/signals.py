@@ -21,7 +21,8 @@ class Signal:
 def signals(view: DevicesView) -> Iterator[Signal]:
     """Everything that rules may judge:
 
-    - `nvml_failed`: NVML is there and does not work (no library at all is no failure: the host may have no GPU);
+    - `nvml_failed`: NVML is there and does not work (no library at all is no failure: the host may have no GPU, and a
+      failure that was seen before is over);
     - `device_lost` per `gpu`: the device itself failed, or is no longer listed;
     - `device_memory_free_ratio`, `device_memory_unattributed_ratio` per `gpu` or MIG slice;
     - `host_memory_available_ratio`;
@@ -30,7 +31,7 @@ def signals(view: DevicesView) -> Iterator[Signal]:
     nvml = view.nvml
     if nvml.state.failed:
         yield Signal("nvml_failed", {}, 1.0, nvml.reason)
-    elif nvml.state is LibraryState.OK:
+    elif nvml.state in (LibraryState.OK, LibraryState.NO_LIBRARY):
         yield Signal("nvml_failed", {}, 0.0)
     for device in view.devices:
         yield from _device(device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,25 @@ def test_a_library_that_cannot_be_loaded_is_a_fault(start_reader: StartReader, t
     assert "libnvidia-ml.so.1 is there and cannot be loaded" in reading["reason"]
 
 
+def test_want_of_descriptors_is_no_fault_of_the_library() -> None:
+    script = """
+import os, resource
+from agent.devices import nvml
+nvml.LIBRARY = "libkvatlas-absent.so.1"
+assert nvml._why_not_loaded() == ""
+highest = max(int(one) for one in os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+while True:
+    try:
+        os.dup(0)
+    except OSError:
+        break
+print(nvml._why_not_loaded())
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "None"
+
+
 def test_words_that_are_no_text_cost_one_device_its_name_alone(start_reader: StartReader, driver: Path) -> None:
     reader = start_reader(driver)
     reader.script(
@@ -85,7 +106,9 @@ def test_without_a_library_there_are_no_devices_and_no_fault(start_reader: Start
     assert "libnvidia-ml.so.1" in reading["reason"]
     reader("watch", timeout=30)
     view = reader("view", rounds=1)
-    assert [one["name"] for one in view["signals"]] == ["host_memory_available_ratio"]
+    signals = {one["name"]: one["value"] for one in view["signals"]}
+    assert list(signals) == ["nvml_failed", "host_memory_available_ratio"]
+    assert signals["nvml_failed"] == 0.0  # known, so that a failure seen before is told as over
     assert not [name for name, _, _ in view["metrics"] if "gpu" in name or "nvml" in name]
     assert view["host"]["total_bytes"] > 0
 
