@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from streamlit import net_util
+from streamlit.runtime.media_file_manager import MediaFileManager
 from streamlit.web import cli
 from streamlit.web.server import server_util
 
@@ -41,13 +42,17 @@ def test_an_origin_of_elsewhere_is_refused_without_asking_the_outside(monkeypatc
         assert not server_util.is_url_from_allowed_origins("http://kv.example")
 
     monkeypatch.setattr(net_util, "_make_blocking_http_get", outside)
-    monkeypatch.setattr(net_util, "get_external_ip", net_util.get_external_ip)  # is put back afterwards
+    name = "_remove_orphaned_deferred_callables"
+    for owner, changed in ((net_util, "get_external_ip"), (MediaFileManager, name)):
+        monkeypatch.setattr(owner, changed, getattr(owner, changed))  # is put back afterwards
     let_in()
     assert asked  # by Streamlit itself
     asked.clear()
     monkeypatch.setattr(cli, "main", let_in)
+    stock = getattr(MediaFileManager, name)
     streamlit_server.main()
     assert asked == []
+    assert getattr(MediaFileManager, name) is not stock  # see pending_downloads.py
 
 
 def test_base_path_has_no_slashes_around_it() -> None:
