@@ -31,4 +31,4 @@ def show_choices(html: str, *, key: str) -> str | None:
     """
     result = _mount(key=key, data=gzip.compress(html.encode(), mtime=0), on_chosen_change=lambda: None)
     chosen: str | None = result.chosen
-    return None if chosen is None else unquote(chosen)
+    return None if chosen is None else unquote(chosen, errors="surrogatepass")

@@ -123,10 +123,8 @@ def _words(cells: MapCells) -> list[str]:
     if cells.owner is None:
         names = ["not in the map"] * cells.cells
     else:
-        owners = [
-            *(in_figure(shortened(owner, OWNER_CHARACTERS)) for owner in cells.owners),
-            "nobody",
-        ]  # -1 is the last
+        owners = [in_figure(shortened(owner, OWNER_CHARACTERS)) for owner in cells.owners]
+        owners.append("nobody")  # -1 is the last
         names = [owners[i] for i in cells.owner]
     if cells.blocks_per_cell > 1:
         return [f"{mix}<br>owner of most: {name}" for mix, name in zip(_mixes(cells), names, strict=True)]

@@ -33,7 +33,7 @@ def escape(text: str) -> str:
 
 def in_figure(text: str) -> str:
     """Text from outside as Plotly shows it in a hover: it reads some HTML there, links among it."""
-    return escape(text).replace("&quot;", '"').replace("&#x27;", "'")
+    return html.escape(visible(text), quote=False)
 
 
 def count(value: int | None) -> str:

@@ -213,10 +213,10 @@ class CompactionRun:
     # One step
 
     def _advance(self, deadline: float) -> None:
-        if self._stopped():
-            return
-        if self._phase is Phase.ENDING:
+        if self._phase is Phase.ENDING:  # of itself, and for a reason of its own, whoever would stop it now
             self._look_last()
+            return
+        if self._stopped():
             return
         first = self._phase is Phase.MOVING  # a step that looks and plans moves only where time is left
         if self._phase is Phase.LOOKING:
@@ -244,9 +244,7 @@ class CompactionRun:
                 return  # all were dropped so far, and too little time is left for a chunk that is made in any case
 
     def _stopped(self) -> bool:
-        """End the run where somebody or its time says so; one that ends of itself is left to its reason."""
-        if self._phase is Phase.ENDING:
-            return False
+        """End the run where somebody or its time says so."""
         refusal = self._switch.reason or self._mover.refusal()
         if self._abort_reason:
             self._finish(Outcome.ABORTED, self._abort_reason)
