@@ -195,11 +195,16 @@ def test_a_name_that_is_taken_meanwhile_keeps_its_file(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_said_and_what_was_written_stays_readable(
-    start_stepping: StartStepping, start_recorder: StartRecorder, tmp_path: Path
+    start_stepping: StartStepping,
+    start_recorder: StartRecorder,
+    tmp_path: Path,
+    wait_until: Callable[..., Any],
 ) -> None:
     """A limit on the size of a file stands for the disk: the same write fails in the same place."""
     engine = start_stepping(blocks=2000)
     recorder = start_recorder(engine, tmp_path / "a.kvrec", "--interval-seconds", "0.05", limit="ulimit -f 24")
+    engine.step(1)  # and is written before the flood, of which a slow recorder may find no part small enough
+    wait_until(lambda: last_state(tmp_path / "a.kvrec.part")[1] == 1, within=PATIENCE_SECONDS)
     stop = threading.Event()
 
     def run() -> None:
