@@ -1,10 +1,10 @@
 """What watching SGLang's slot pool costs: its real allocator and radix cache on a recorded trace, watched against not.
 
-Each round serves the same requests over a fresh tree, once watched (every operation noted, every step published to a
+Each round serves the same requests over a fresh tree, once watched (every operation noted, every 100 ms published to a
 real map) and once not, in an order that turns; the result is the CPU time of the one thread, watched over not, as the
 median over the rounds. Pools of 20,000 and of 1,000,000 slots of one token, and one of pages.
 
-    python benchmarks/sglang_allocator.py [--rounds 9] [--json FILE]
+    python benchmarks/sglang_allocator.py [--rounds 25] [--json FILE]
 
 It runs with what scripts/vllm_env.sh and scripts/sglang_env.sh print, and builds both where they are not there.
 """
@@ -81,7 +81,7 @@ def measure(rounds: int) -> dict[str, Any]:
 def main() -> int:
     """Show the table; the result is the exit status, 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--here", action="store_true", help="measure in this Python, which has SGLang")
     options = parser.parse_args()

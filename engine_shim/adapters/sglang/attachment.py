@@ -14,7 +14,7 @@ from engine_shim.adapters.hooks import Hook, Hooks, Method, after
 from engine_shim.adapters.opening import engine_id, open_writer, whole_number
 from engine_shim.adapters.sglang.indices import Copier, as_numbers, copy_out
 from engine_shim.adapters.sglang.shape import pools_of, release_method
-from engine_shim.adapters.sglang.slot_pool import Note, SlotPool
+from engine_shim.adapters.sglang.slot_pool import Note, SlotPool, Told
 from engine_shim.adapters.sglang.state_map import StateMap
 from engine_shim.allocation_map.writer import MapSpec
 
@@ -71,7 +71,7 @@ class Attachment:
             if writer is None:
                 self._close_maps()
                 return
-            self.pools.append(SlotPool(tokens, pages, StateMap(writer), copier))
+            self.pools.append(SlotPool(tokens, StateMap(writer), copier))
 
     def attach(self) -> None:
         """Put the hooks on. What raises half-way is for the caller to undo with `stop`."""
@@ -138,23 +138,32 @@ class Attachment:
         return after(then, self.fault)
 
     def _taking(self, pool: SlotPool) -> Callable[[Hook], Method]:
-        def taken(slots: Any, *_: Any, **__: Any) -> None:
-            if slots is None:
-                pool.map.counted("allocation_failures")
-            else:
-                pool.note(Note.TAKE, slots)
+        def around(hook: Hook) -> Method:
+            # As `after` would make it, without a second call in each of the engine's own.
+            def take(*args: Any, **kwargs: Any) -> Any:
+                slots = hook.inner(*args, **kwargs)
+                try:
+                    if slots is None:
+                        pool.map.counted("allocation_failures")
+                    else:
+                        pool.note(Note.TAKE, slots, Told.NEW)
+                except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+                    self.fault(error)
+                return slots
 
-        return self._after(taken)
+            return take
+
+        return around
 
     def _giving_back(self, allocator: Any, pool: SlotPool) -> Callable[[Hook], Method]:
         by_page = release_method(allocator) == "_release_page_ids"
-        tokens = int(allocator.page_size)
+        told = Told.PAGES if by_page else Told.SLOTS
 
         def given_back(_: Any, *parts: Any) -> None:
             if not by_page and allocator.free_group is not None:
                 return  # held back until the group ends, which frees it by this very method
             for part in parts:
-                pool.note(Note.GIVE_BACK, part * tokens if by_page and tokens > 1 else part)
+                pool.note(Note.GIVE_BACK, part, told)
 
         return self._after(given_back)
 
@@ -196,7 +205,7 @@ class Attachment:
     def _in_tree(self, note: Note, value: Any) -> None:
         if value is None:
             return
-        self.pools[0].note(note, value)
+        self.pools[0].note(note, value, Told.WHOLE)
         if self._mapping_of is not None:
             self.pools[1].note(note, self._sliding(value))
 

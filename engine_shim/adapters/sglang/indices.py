@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ready = Callable[[], bool]
-Copier = Callable[[Any, bool], tuple[Any, Ready]]
-"""A tensor of slots, and whether it may be kept as it is, to one on the host, which may be read once the second part of
-the result says so."""
+Copier = Callable[[Any], tuple[Any, Ready] | None]
+"""A tensor of slots to one on the host, which may be read once the second part of the result says so; None for one that
+may be read where it is, now."""
 
 
-def copy_out(slots: Any, keeps: bool) -> tuple[Any, Ready]:
-    """On the CPU a copy unless the tensor may be kept; from a device one that is under way, in order with its work."""
+def copy_out(slots: Any) -> tuple[Any, Ready] | None:
+    """From a device a copy that is under way, in order with the device's work."""
     if slots.is_cpu:
-        return (slots if keeps else slots.clone()), _now
+        return None
     torch: Any = sys.modules["torch"]  # the tensor's own library; nothing here may import it
     host = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
     host.copy_(slots, non_blocking=True)
@@ -31,17 +31,3 @@ def as_numbers(host: Any) -> NDArray[np.int64]:
     """A tensor on the host as NumPy, (n,)."""
     numbers: NDArray[np.int64] = host.reshape(-1).numpy().astype(np.int64, copy=False)
     return numbers
-
-
-def as_one(hosts: Sequence[Any]) -> NDArray[np.int64]:
-    """Tensors on the host, one after another, as NumPy, (n,). At least one."""
-    if len(hosts) == 1:
-        return as_numbers(hosts[0])
-    torch: Any = sys.modules["torch"]
-    if any(host.dim() != 1 for host in hosts):
-        hosts = [host.reshape(-1) for host in hosts]
-    return as_numbers(torch.cat(list(hosts)))
-
-
-def _now() -> bool:
-    return True

@@ -1,8 +1,8 @@
 """One allocator's pages in its map: what is taken, given back, put into the tree, locked there and let go again.
 
 A page is FREE in the allocator's free list, CACHED in the tree and locked by nobody (evictable), else USED: a request's
-own, or locked in the tree (protected). Calls only note which slots they were about, since SGLang takes little time over
-each operation; what follows for the pages is worked out in bulk, in order, once the slot numbers are on the host.
+own, or locked in the tree (protected). SGLang takes little time over each operation, so that a call only writes down
+the state of the pages that it was about: at once where their numbers are on the host, else in order as they arrive.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine_shim.adapters.sglang.indices import Copier, Ready, as_one, copy_out
+from engine_shim.adapters.sglang.indices import Copier, Ready, copy_out
 from engine_shim.adapters.sglang.state_map import StateMap
 from engine_shim.layout import BlockState
 
 MOST_NOTES = 4096  # a pool whose steps nobody tells is brought up to date all the same
 
 _FREE, _CACHED, _USED = int(BlockState.FREE), int(BlockState.CACHED), int(BlockState.USED)
+_RESERVED = int(BlockState.RESERVED)
 
 
 class Note(Enum):
@@ -36,57 +37,75 @@ class Note(Enum):
         self.state = state  # an attribute: `value` is a property, and costs more than all else that is done with it
 
 
-_KEPT = frozenset({Note.LET_GO, Note.LOCK})
+class Told(Enum):
+    """How a note tells of its pages."""
+
+    NEW = "slot numbers, the first of a page among those of every page that was free"
+    WHOLE = "slot numbers, all of a page and then all of the next"
+    SLOTS = "slot numbers, of any part of a page"
+    PAGES = "page numbers"
 
 
 class SlotPool:
-    """Pages 0 to `pages`, of which 0 is padding. `states` is what they are by the notes up to now, (pages + 1,)."""
+    """Pages 0 to `pages`, of which 0 is padding. `states` is what they are by the notes up to the last `settle`."""
 
-    def __init__(self, page_tokens: int, pages: int, shown: StateMap, copier: Copier = copy_out) -> None:
+    def __init__(self, page_tokens: int, shown: StateMap, copier: Copier = copy_out) -> None:
         self.map = shown
-        self.states: NDArray[np.uint8] = np.zeros(pages + 1, np.uint8)
-        self.states[0] = int(BlockState.RESERVED)
+        self.states: NDArray[np.uint8] = shown.states
         self._page_tokens = page_tokens
+        # A byte for each slot, that of a page's first one being the page's: dividing slot numbers would cost as much as
+        # all else. Behind them is a page more, for -1, which SGLang's own tables have for no slot.
+        self._slots = shown.padded if page_tokens == 1 else np.zeros((len(self.states) + 1) * page_tokens, np.uint8)
+        self._firsts = self._slots[::page_tokens]
+        self._firsts[0] = _RESERVED
         self._copier = copier
-        self._notes: deque[tuple[Note, Any, Ready]] = deque()
+        self._notes: deque[tuple[Note, Any, Told, Ready]] = deque()
 
-    def note(self, what: Note, slots: Any = None) -> None:
-        """Something was done to these slots, a tensor of SGLang's."""
-        if slots is None:
-            self._notes.append((what, None, _always))
-        else:
-            # What is given back may be a view of a request's row, which changes; what is handed out is one of the free
-            # list, all of which would stay in memory. Only the tree's own values are small and never change.
-            self._notes.append((what, *self._copier(slots, what in _KEPT)))
+    def note(self, what: Note, numbers: Any = None, told: Told = Told.SLOTS) -> None:
+        """Something was done to what these numbers, a tensor of SGLang's, tell of; None for every page."""
+        arriving = None if numbers is None else self._copier(numbers)
+        if arriving is None and not self._notes:
+            self._apply(what, numbers, told)
+            return
+        if arriving is None:  # has to wait for others, and may be written to by SGLang meanwhile
+            arriving = None if numbers is None else numbers.clone(), _now
+        self._notes.append((what, arriving[0], told, arriving[1]))
         if len(self._notes) >= MOST_NOTES:
             self.settle()
 
     def settle(self) -> None:
-        """Bring `states` up to all that has arrived on the host."""
+        """Bring `states` up to all that has arrived on the host, in order."""
         notes = self._notes
-        while notes and notes[0][2]():
-            what, host, _ = notes.popleft()
-            if what is Note.CLEAR:
-                self.states[1:] = _FREE
-                continue
-            state, parts = what.state, [host]
-            while notes and notes[0][0].state == state and notes[0][0] is not Note.CLEAR and notes[0][2]():
-                parts.append(notes.popleft()[1])
-            slots = as_one(parts)
-            # One pass over them: what is no slot, 0 or less, falls on the padding, which is put right again.
-            self.states.put(slots if self._page_tokens == 1 else slots // self._page_tokens, state, mode="clip")
-            self.states[0] = int(BlockState.RESERVED)
+        while notes and notes[0][3]():
+            what, host, told, _ = notes.popleft()
+            self._apply(what, host, told)
+        self._firsts[0] = _RESERVED  # on which fell what SGLang calls slot 0: padding, or no slot
+        if self._page_tokens > 1:
+            self.states[:] = self._firsts[:-1]
+
+    def _apply(self, what: Note, host: Any, told: Told) -> None:
+        if host is None:
+            self._firsts[:] = what.state
+            return
+        numbers = host.numpy()
+        if self._page_tokens > 1:
+            if told is Told.PAGES or told is Told.SLOTS:
+                self._firsts[numbers if told is Told.PAGES else numbers // self._page_tokens] = what.state
+                return
+            if told is Told.WHOLE:
+                numbers = numbers[:: self._page_tokens]
+        self._slots[numbers] = what.state
 
     def adopt(self, free: NDArray[np.int64], cached: NDArray[np.int64]) -> None:
         """Begin with a pool in use: pages that are not free, and those of the tree that nobody locks."""
-        self.states[1:] = _USED
-        self.states[free] = _FREE
-        self.states[cached] = _CACHED
+        self._firsts[:] = _USED
+        self._firsts[free] = _FREE
+        self._firsts[cached] = _CACHED
 
     def publish(self, running: int, waiting: int, steps: int) -> None:
         """Show everything up to now."""
         self.settle()
-        self.map.publish(self.states, running, waiting, steps)
+        self.map.publish(running, waiting, steps)
 
     def pages_of(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         """The pages that these slots are in, possibly repeated."""
@@ -94,5 +113,5 @@ class SlotPool:
         return pages[pages > 0]  # 0 stands for padding, and for no slot
 
 
-def _always() -> bool:
+def _now() -> bool:
     return True

@@ -19,24 +19,37 @@ from engine_shim.errors import MapUnavailable
 from engine_shim.layout import COUNTERS, BlockState
 
 _COUNTER = {name: index for index, name in enumerate(COUNTERS)}
-_STATES = 8  # as many as LIVE counts
+_BITS = 3  # that tell a state
 _FREE, _CACHED, _USED = int(BlockState.FREE), int(BlockState.CACHED), int(BlockState.USED)
-# From a state to a state, by the counter that it adds to.
-_MEANS = (
-    ("blocks_allocated", ((_FREE, _USED), (_FREE, _CACHED))),
-    ("blocks_freed", ((_USED, _FREE), (_USED, _CACHED))),
-    ("blocks_reused", ((_CACHED, _USED),)),
-    ("blocks_evicted", ((_CACHED, _FREE),)),
-)
+# Every way from a state to another, and the counter that it adds to.
+_TURNS = {
+    (_FREE, _USED): "blocks_allocated",
+    (_FREE, _CACHED): "blocks_allocated",
+    (_USED, _FREE): "blocks_freed",
+    (_USED, _CACHED): "blocks_freed",
+    (_CACHED, _USED): "blocks_reused",
+    (_CACHED, _FREE): "blocks_evicted",
+    (_FREE, int(BlockState.RESERVED)): None,  # the padding, in the beginning
+}
+_WORD = np.dtype(np.uint64)
 
 
 class StateMap:
-    """One map, written by one thread. `publish` raises what goes wrong, for the adapter's guard to deal with."""
+    """One map, written by one thread. `publish` raises what goes wrong, for the adapter's guard to deal with.
+
+    `states` is what `publish` shows, (blocks,); behind it lies at least one more place, which nothing shows.
+    """
 
     def __init__(self, writer: MapWriter, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._writer = writer
         self._clock_ns = clock_ns
-        self._shown: NDArray[np.uint8] = writer.columns["state"].copy()
+        shown = writer.columns["state"]
+        whole = len(shown) // layout.SEGMENT_BLOCKS + 1  # segments, with a place to spare
+        self._padded: NDArray[np.uint8] = np.zeros((whole, layout.SEGMENT_BLOCKS), np.uint8)
+        self.padded = self._padded.reshape(-1)
+        self.states = self.padded[: len(shown)]
+        self.states[:] = shown
+        self._shown = self._padded.copy()
         self._counted: dict[str, int] = {}
 
     @property
@@ -48,30 +61,42 @@ class StateMap:
         """Add to one of layout.COUNTERS with the next publish."""
         self._counted[name] = self._counted.get(name, 0) + amount
 
-    def publish(self, states: NDArray[np.uint8], running: int, waiting: int, steps: int) -> None:
-        """Show these states, (n,), and that so many steps have ended since the last time."""
+    def publish(self, running: int, waiting: int, steps: int) -> None:
+        """Show `states`, and that so many steps have ended since the last time."""
         writer = self._writer
         if not writer.active:  # a forked child: the map is the parent's
             raise MapUnavailable(f"{writer.path}: this process is a fork of the map's writer")
         began = time.thread_time_ns()
-        changed = np.flatnonzero(states != self._shown)
-        before, after = self._shown[changed], states[changed]
-        turns = np.bincount(before.astype(np.int64) * _STATES + after, minlength=_STATES * _STATES)
-        turns = turns.reshape(_STATES, _STATES)
-        gained = turns.sum(axis=0) - turns.sum(axis=1)
+        self.padded[len(self.states) :] = 0
+        # Whole segments, of which few have changed, by words and by bytes: numbers for each slot would cost ten times.
+        changed = np.flatnonzero((self._padded.view(_WORD) != self._shown.view(_WORD)).any(axis=1))
+        after = self._padded[changed]
+        turns = self._shown[changed]
+        turns <<= _BITS
+        turns |= after
         counts, self._counted = self._counted, {}
         counts["steps"] = counts.get("steps", 0) + steps
-        for name, pairs in _MEANS:
-            counts[name] = counts.get(name, 0) + sum(int(turns[pair]) for pair in pairs)
+        gained = [0] * len(writer.live.state_counts)
+        for (old, new), counter in _TURNS.items():
+            if turned := int(np.count_nonzero(turns == (old << _BITS | new))):
+                gained[old] -= turned
+                gained[new] += turned
+                if counter is not None:
+                    counts[counter] = counts.get(counter, 0) + turned
+        runs = [
+            slice(int(run[0]) * layout.SEGMENT_BLOCKS, (int(run[-1]) + 1) * layout.SEGMENT_BLOCKS)
+            for run in np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1)
+            if len(run)
+        ]
         live = writer.live
         now = self._clock_ns()
-        segments = writer.tables["segments"]
-        turned = np.minimum(np.bincount(changed // layout.SEGMENT_BLOCKS, minlength=len(segments)), 1).astype(np.uint64)
+        segments, column = writer.tables["segments"], writer.columns["state"]
         with writer.publishing():
-            segments += turned  # odd while it is written, and what was written in between has another word than before
-            writer.columns["state"][changed] = after
-            segments += turned
-            live.state_counts[:] = live.state_counts + gained.astype(np.uint64)
+            segments[changed] += np.uint64(1)  # odd while it is written, and later another word than before
+            for blocks in runs:
+                column[blocks] = self.states[blocks]
+            segments[changed] += np.uint64(1)
+            live.state_counts[:] += np.array(gained, np.int64).astype(np.uint64)
             for name, amount in counts.items():
                 live.counters[_COUNTER[name]] += np.uint64(amount)
             live.running_requests[0], live.waiting_requests[0] = running, waiting

@@ -78,9 +78,9 @@ def follow(kind: str, *, late: int = 0, attach_after: int = 0) -> dict[str, Any]
         driver.step()
     step = 0
 
-    def copier(slots: Any, keeps: bool) -> tuple[Any, Any]:
+    def copier(slots: Any) -> tuple[Any, Any] | None:
         due = step + late
-        return slots.clone(), lambda: step >= due
+        return (slots.clone(), lambda: step >= due) if late else None
 
     one = adapter.attach(tree, copier=copier)
     assert one is not None
