@@ -100,7 +100,7 @@ def run_agent(settings: AgentSettings) -> None:
     if keeper is not None:
         recorder = keeper.recorder
         sampler.subscribe(lambda: recorder.notice(sampler.view))
-        sampler.subscribe(lambda: recorder.notice_alerts(alerting.evaluator.standing, sampler.view.taken_unix))
+        alerting.evaluator.subscribe(recorder.notice_alerts)
     boxes = None
     if keeper is not None and settings.state_dir is not None:
         boxes = BlackBoxes(

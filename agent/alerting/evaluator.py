@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -75,6 +75,7 @@ class Evaluator:
         self._resolved: deque[Change] = deque(maxlen=KEPT_RESOLVED)
         self._standing = AlertsStanding(tuple(self._lifecycle.states.values()))
         self.readings: tuple[Reading, ...] = ()  # what was judged last
+        self._listeners: list[Callable[[AlertsStanding, float], None]] = []
         self._view = EMPTY_VIEW
         self._news = threading.Event()
         self._stopping = False
@@ -87,6 +88,12 @@ class Evaluator:
     @property
     def rules(self) -> tuple[Rule, ...]:
         return self._lifecycle.rules
+
+    def subscribe(self, listener: Callable[[AlertsStanding, float], None]) -> None:
+        """Tell `listener` how alerts stand, now and after each evaluation, on its thread, with the Unix time of the
+        sample that was judged, or the present one where none comes."""
+        listener(self._standing, self._clock.wall())
+        self._listeners.append(listener)
 
     def notice(self, view: AgentView) -> None:
         """There are new samples; returns at once."""
@@ -138,6 +145,8 @@ class Evaluator:
         self._evaluated = now
         self._resolved.extendleft(one for one in step.changes if one.kind is ChangeKind.RESOLVED)
         self._standing = AlertsStanding(tuple(step.states.values()), tuple(self._resolved))
+        for listener in self._listeners:
+            listener(self._standing, view.taken_unix if fresh else self._clock.wall())
         return step
 
     def counts(self) -> Mapping[tuple[str, str], int]:

@@ -19,7 +19,7 @@ MAX_LINE = 4000  # characters of a line of the log
 
 
 class Recorder:
-    """`notice` and `notice_alerts` are one thread's; `note_decision` may be called from any. None waits for a disk."""
+    """`notice` is one thread's, `notice_alerts` too; `note_decision` may be called from any. None waits for a disk."""
 
     def __init__(self, put: Callable[[Entry], bool]) -> None:
         self._put = put
@@ -43,7 +43,8 @@ class Recorder:
             self._framed.pop(id, None)
 
     def notice_alerts(self, standing: AlertsStanding, now_unix: float) -> None:
-        """Alerts as they stand: mark those that have begun to fire and those that do not any more."""
+        """Alerts as they stand, at first and after each evaluation: mark those that have begun to fire and those that
+        do not any more."""
         firing = {one.fingerprint: one for one in standing.open if one.phase is Phase.FIRING}
         before = firing if self._alerts is None else self._alerts  # what fires at the start fired before it
         for fingerprint, state in firing.items():

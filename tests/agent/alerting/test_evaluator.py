@@ -16,6 +16,7 @@ from agent.alerting.evaluator import Evaluator
 from agent.alerting.feed import PoolFeed
 from agent.alerting.own import OwnFeed
 from agent.alerting.rule_files import default_rules
+from agent.history.recorder import Recorder
 from agent.sampling.model import Clock
 from alerts.model import Change, ChangeKind
 from alerts.mutes import Mute
@@ -123,6 +124,29 @@ def test_what_could_not_be_kept_has_not_happened_and_is_found_again(scene: MakeS
     keeper.fault = None
     assert ("pool-nearly-full", ChangeKind.FIRED) in second(here, evaluator)
     assert [change.alert.rule for change in keeper.changes] == ["pool-nearly-full"]
+
+
+def test_an_alert_is_marked_at_the_sample_that_it_was_found_in(scene: MakeScene) -> None:
+    """However late the thread comes to it; and what fires at the start is no news."""
+    here, keeper = full(scene), Keeper()
+    marks: list[Any] = []
+
+    def put(entry: Any) -> bool:
+        marks.append(entry)
+        return True
+
+    evaluator = evaluator_of(here, keeper)
+    evaluator.subscribe(Recorder(put).notice_alerts)
+    while ("pool-nearly-full", ChangeKind.FIRED) not in second(here, evaluator):
+        assert marks == []
+        here.now += 0.4  # since the sample
+    (mark,) = marks
+    assert mark.text.startswith("pool-nearly-full fires")
+    assert mark.time_unix == here.view.taken_unix
+    again = evaluator_of(here, keeper)
+    again.subscribe(Recorder(put).notice_alerts)
+    second(here, again)
+    assert len(marks) == 1
 
 
 def test_the_thread_outlives_a_fault_of_ours(scene: MakeScene, caplog: pytest.LogCaptureFixture) -> None:
