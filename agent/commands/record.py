@@ -12,8 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from agent.commands.compact import find_map
+from agent.config import AgentSettings, load_settings
 from agent.recording.chunks import ChunkWriter
+from agent.recording.device_source import DeviceSource
 from agent.recording.recorder import Recorder, record
+from agent.sampling.model import Clock
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import SettingsError
 
@@ -32,17 +35,25 @@ def record_command(
     interval_seconds: Annotated[
         float, typer.Option(envvar="KVATLAS_RECORD_INTERVAL_SECONDS", help="Time between samples.")
     ] = 1.0,
+    devices: Annotated[
+        bool | None,
+        typer.Option("--devices/--no-devices", help="Read GPUs through NVML (KVATLAS_DEVICES), as the agent does."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(envvar="KVATLAS_CONFIG", help="Settings file of the agent.")] = None,
     as_json: Annotated[bool, typer.Option("--json", envvar="KVATLAS_JSON", help="Print one JSON object.")] = False,
 ) -> None:
-    """Record every event and state of one pool into a file, to be replayed or simulated later."""
+    """Record every event and state of one pool, and its host's devices, into a file, to be replayed later."""
     import json
 
-    facts = record_engine(engine, output, seconds, interval_seconds)
+    settings = load_settings({} if devices is None else {"devices": devices}, file=config)
+    facts = record_engine(engine, output, seconds, interval_seconds, settings)
     print(json.dumps(facts, allow_nan=False) if as_json else render(facts))
 
 
-def record_engine(engine: str, output: Path, seconds: float | None, interval_seconds: float) -> dict[str, Any]:
-    """Record, and say what came of it, as plain JSON values.
+def record_engine(
+    engine: str, output: Path, seconds: float | None, interval_seconds: float, settings: AgentSettings
+) -> dict[str, Any]:
+    """Record, and say what came of it, as plain JSON values. `settings` say how devices are read.
 
     Raises SettingsError, MapUnavailable or MapCorrupt for an engine that cannot be read, RecordingError for a file that
     is there already, RecordingFull where it cannot be written any more; what was written is then readable all the same.
@@ -63,13 +74,17 @@ def record_engine(engine: str, output: Path, seconds: float | None, interval_sec
     def told(path: Path) -> None:
         print(f"recording {found.id} into {path}; Ctrl-C ends it", file=sys.stderr, flush=True)
 
+    clock = Clock()
+    devices = DeviceSource(settings, (found.path.parent,), clock)
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        recorder = Recorder(reader, ChunkWriter(output), found.id, interval_seconds)
+        devices.start()
+        recorder = Recorder(reader, ChunkWriter(output), found.id, interval_seconds, clock, devices=devices.view)
         reason = record(recorder, stopping=stop.wait, seconds=seconds, told=told)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        devices.stop()
         reader.close()
     tally = recorder.tally
     return {
@@ -84,6 +99,7 @@ def record_engine(engine: str, output: Path, seconds: float | None, interval_sec
         "samples": tally.samples,
         "unavailable_samples": tally.unavailable_samples,
         "mixed_samples": tally.mixed_samples,
+        "device_readings": tally.device_readings,
     }
 
 

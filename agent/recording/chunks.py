@@ -24,7 +24,7 @@ from pathlib import Path
 from engine_shim.errors import KvatlasError, TraceError
 
 MAGIC = b"KVATLREC"
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1  # 1.1: with devices
 FILE_HEAD = struct.Struct("<8sHH4x")
 CHUNK_MARK = b"KC"
 # mark, kind, deflated?, bytes that follow, bytes of the payload, time in ns, CRC-32 of what follows, and of all these
@@ -36,7 +36,7 @@ MAX_PAYLOAD = 1 << 30
 
 
 class ChunkKind(IntEnum):
-    """What a chunk holds; `contents` has their layouts."""
+    """What a chunk holds; `contents` and `device_contents` have their layouts."""
 
     HEADER = 1
     SAMPLE = 2  # what changed since the last one
@@ -45,6 +45,7 @@ class ChunkKind(IntEnum):
     GAP = 5  # events that the ring had lost before they were read
     NOTE = 6
     END = 7
+    DEVICES = 8  # what was told of devices and host, at the sample before
 
 
 class RecordingError(TraceError):

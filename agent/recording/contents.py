@@ -10,6 +10,8 @@ EVENTS  number of the first (64 bits), how many (32 bits), then rows of layout.E
 GAP     number of the first lost event, and how many (64 bits each)
 NOTE    JSON: something the recorder has to say
 END     JSON: why the recording ends
+
+`device_contents` has what a chunk of devices holds.
 """
 
 from __future__ import annotations
@@ -139,12 +141,12 @@ def snapshot_of(header: Header, facts: Facts, columns: Mapping[str, NDArray[Any]
 
 
 def encode_header(header: Header) -> bytes:
-    return _json({"schema": SCHEMA, **asdict(header)})
+    return json_bytes({"schema": SCHEMA, **asdict(header)})
 
 
 def decode_header(payload: bytes) -> Header:
     """Raises ValueError for one that cannot be."""
-    told = _object(payload)
+    told = json_object(payload)
     if told.get("schema") != SCHEMA:
         raise ValueError(f"its header has the schema {told.get('schema')!r}, not {SCHEMA!r}")
     try:
@@ -216,7 +218,7 @@ def encode_sample(
         "updated": updated,
         "closed": [number for number in before.owners if number not in now.owners],
     }
-    text = _json(told)
+    text = json_bytes(told)
     parts = [_JSON_SIZE.pack(len(text)), text]
     for name, column in known.items():
         parts.append(_encode_patch(column, actual[name]))
@@ -243,7 +245,7 @@ def decode_sample(payload: bytes, before: Facts, columns: Mapping[str, NDArray[A
     at = _JSON_SIZE.size + size
     if size > MAX_JSON or at > len(payload):
         raise ValueError("a sample is too short for its facts")
-    facts = _decode_facts(_object(payload[_JSON_SIZE.size : at]), before)
+    facts = _decode_facts(json_object(payload[_JSON_SIZE.size : at]), before)
     for column in columns.values():
         at = _decode_patch(payload, at, column)
     if at != len(payload):
@@ -378,19 +380,21 @@ def decode_gap(payload: bytes) -> tuple[int, int]:
 
 def encode_words(**told: Any) -> bytes:
     """The payload of a note or of the end."""
-    return _json(told)
+    return json_bytes(told)
 
 
 def decode_words(payload: bytes) -> dict[str, Any]:
     """Raises ValueError."""
-    return _object(payload)
+    return json_object(payload)
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """Raises ValueError for a number that JSON has none for."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _object(payload: bytes) -> dict[str, Any]:
+def json_object(payload: bytes) -> dict[str, Any]:
+    """Raises ValueError for what is no object."""
     try:
         value = json.loads(payload)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,5 @@
-"""The past of a recorded pool, as far as a replay has come: a frame for each sample, read from the recording itself."""
+"""The past of a recorded pool, as far as a replay has come: a frame for each sample, read from the recording, and marks
+of what was met on the way."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from agent.history.database import Mark
 from agent.history.frames import FrameCorrupt
 from agent.history.reading import MAX_MARKS_READ, KeptFrame
 from agent.recording.chunks import RecordingError
+from agent.recording.marks import ReplayMarks
 from agent.recording.reading import Cursor, Recording
 from agent.sampling.discovery import printable
 
@@ -22,9 +24,9 @@ _MILLISECOND_NS = 1_000_000
 class RecordedPast:
     """Answers as the history's reader does, from any thread. What is still to come is not told."""
 
-    def __init__(self, recording: Recording, upto_ns: Callable[[], int]) -> None:
-        """`upto_ns` is the place that the replay has come to, on the recording's time line."""
-        self._recording = recording
+    def __init__(self, recording: Recording, upto_ns: Callable[[], int], marks: ReplayMarks) -> None:
+        """`upto_ns` is the place that the replay has come to, on the recording's time line; `marks` are up to it."""
+        self._recording, self._marks = recording, marks
         self._upto_ns = upto_ns
         self._lock = threading.Lock()
         self._cursor: Cursor = recording.cursor()
@@ -73,8 +75,11 @@ class RecordedPast:
     def marks(
         self, pool: str, start_unix: float, end_unix: float, limit: int = MAX_MARKS_READ, *, holds: bool = True
     ) -> tuple[Mark, ...]:
-        """None: what an agent decided and told is its own, and not in a recording."""
-        return ()
+        """What happened to the engine, the alerts that are judged on the way, and that the policy is off. What the
+        policy of another agent decided then, and what was asked of that agent, is its own, and not in a recording."""
+        if pool not in self.pools():
+            return ()
+        return self._marks.between(pool, start_unix, end_unix, limit, holds=holds)
 
     def _samples_known(self, pool: str) -> int:
         if pool not in self.pools():

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agent.devices.model import DevicesView
 from agent.recording.chunks import MAX_PAYLOAD, ChunkFile, ChunkKind, ChunkPlace, RecordingError
 from agent.recording.contents import (
     NO_FACTS,
@@ -26,6 +27,7 @@ from agent.recording.contents import (
     events_in,
     snapshot_of,
 )
+from agent.recording.device_contents import Plain, decode_devices
 from agent.recording.replica import Replica
 from agent.sampling.model import NANOSECONDS
 from engine_shim.snapshot import MapSnapshot
@@ -49,6 +51,7 @@ class State:
     snapshot: MapSnapshot
     taken_unix: float  # by the wall clock of the recorder, at the sample before
     alive: bool  # did the engine run?
+    devices: DevicesView | None = None  # as told at the sample before, times on the time line; None: not recorded
 
 
 class Recording:
@@ -154,6 +157,11 @@ class Recording:
                     column[:] = 0
             return decode_sample(self._chunks.read(place), before, columns)
 
+    def devices_at(self, place: ChunkPlace, before: Plain) -> tuple[Plain, DevicesView]:
+        """What a chunk tells of devices, after what was known `before`. Raises RecordingError."""
+        with self._blamed(place):
+            return decode_devices(self._small(place), before)
+
     def gap_at(self, place: ChunkPlace) -> Gap:
         """Raises RecordingError."""
         return self._gap(place)
@@ -207,6 +215,8 @@ class Cursor:
         self._place: ChunkPlace | None = next(self._places, None)
         self._rows: NDArray[np.void] | None = None  # of the chunk at `_place`, not yet followed
         self._facts = NO_FACTS
+        self._devices_told: Plain = {}
+        self._devices: DevicesView | None = None
         self._sample_ns = 0
         self._next_event = 0
         self._since_sample = 0  # events that were followed
@@ -239,11 +249,15 @@ class Cursor:
             gap = self.recording.gap_at(place)
             self._expect(place, gap.first)
             self._next_event += gap.count
+        elif place.kind == ChunkKind.DEVICES:
+            self._devices_told, self._devices = self.recording.devices_at(place, self._devices_told)
         self._place, self._rows = next(self._places, None), None
         return True
 
     def _take_sample(self, place: ChunkPlace) -> None:
         facts = self.recording.sample_at(place, self._facts, self.replica.columns)
+        if place.kind == ChunkKind.BASE:
+            self._devices_told, self._devices = {}, None  # said anew after it
         if self._facts is not NO_FACTS:
             self._expect(place, facts.event_head)
         self._facts, self._next_event, self._since_sample = facts, facts.event_head, 0
@@ -290,7 +304,7 @@ class Cursor:
                 event_head=self._next_event,
                 state_counts=tuple(counts[: len(facts.values["state_counts"])].tolist()),
             )
-        return State(snapshot, facts.taken_unix, facts.alive)
+        return State(snapshot, facts.taken_unix, facts.alive, self._devices)
 
     @property
     def sample_ns(self) -> int:

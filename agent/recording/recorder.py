@@ -1,4 +1,4 @@
-"""Records one map: every event of its ring, and beside them samples of what the ring does not tell."""
+"""Records one map: every event of its ring, and beside them samples of what the ring does not tell, and of devices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from agent.devices.model import DevicesView
 from agent.recording.chunks import ChunkKind, ChunkWriter
 from agent.recording.contents import (
     MAX_EVENTS,
@@ -22,6 +23,7 @@ from agent.recording.contents import (
     encode_words,
     facts_of,
 )
+from agent.recording.device_contents import Plain, encode_devices, plain_view
 from agent.recording.replica import Replica
 from agent.sampling.model import NANOSECONDS, Clock
 from engine_shim import __version__
@@ -59,11 +61,16 @@ class Tally:
     samples: int = 0
     unavailable_samples: int = 0  # no whole snapshot could be had
     mixed_samples: int = 0  # some columns are of a later publish than the states
+    device_readings: int = 0  # what was told of devices, where it was not what was told before
 
 
 @dataclass(slots=True)
 class Recorder:
-    """`begin` once, `poll` while there is time, then `end`. Reads the map and nothing else; not thread-safe."""
+    """`begin` once, `poll` while there is time, then `end`. Not thread-safe.
+
+    It reads the map, and at each sample asks `devices`, where it is given, for the latest view of them: that must come
+    at once, and have its times by `clock`.
+    """
 
     source: RecordableMap
     writer: ChunkWriter
@@ -71,8 +78,11 @@ class Recorder:
     interval_seconds: float = 1.0
     clock: Clock = field(default_factory=Clock)
     sleep: Callable[[float], None] = time.sleep
+    devices: Callable[[], DevicesView] | None = None
     tally: Tally = field(default_factory=Tally)
     _facts: Facts = NO_FACTS
+    _view: DevicesView | None = None  # that was written last
+    _told: Plain = field(default_factory=dict)  # what a reader knows of devices by now
     _replica: Replica | None = None
     _next_event: int = 0
     _sample_due: float = 0.0
@@ -178,6 +188,7 @@ class Recorder:
         if now >= self._base_due:
             kind, before = ChunkKind.BASE, NO_FACTS
             self._base_due = now + BASE_SECONDS
+            self._view, self._told = None, {}
             for column in replica.columns.values():
                 column[:] = 0
         self.writer.append(kind, self._line_ns(now), encode_sample(before, facts, replica.columns, actual))
@@ -187,6 +198,18 @@ class Recorder:
         self.tally.samples += 1
         self.tally.mixed_samples += not whole
         self._sample_due = max(self._sample_due + self.interval_seconds, now)
+        self._write_devices(now)
+
+    def _write_devices(self, now: float) -> None:
+        """What is told of devices, where that is news. It follows the sample that it belongs to."""
+        view = None if self.devices is None else self.devices()
+        if view is None or view is self._view:
+            return
+        told = plain_view(view, self._line_ns)
+        if told != self._told:
+            self.writer.append(ChunkKind.DEVICES, self._line_ns(now), encode_devices(self._told, told))
+            self.tally.device_readings += 1
+        self._view, self._told = view, told
 
     def _note(self, now: float, text: str) -> None:
         self.writer.append(ChunkKind.NOTE, self._line_ns(now), encode_words(note=text))

@@ -16,9 +16,10 @@ from agent.compaction.audit import AuditLog
 from agent.compaction.driver import CompactionDriver
 from agent.compaction.settings import Scope
 from agent.config import AgentSettings
-from agent.devices.model import NOTHING_RECORDED
+from agent.devices.model import NOTHING_RECORDED, DevicesView
 from agent.exporter import Exporter
 from agent.history import MemoryHistory
+from agent.recording.marks import ReplayMarks
 from agent.recording.past import RecordedPast
 from agent.recording.reading import Cursor, Recording, State
 from agent.sampling.discovery import FoundMap, Scan, printable
@@ -104,9 +105,10 @@ class Session:
             clock=clock,
             find=lambda folders, known: Scan((found,), ()),
         )
+        self._marks = marks = ReplayMarks()
         driver = CompactionDriver(
             replace(settings.compaction_driver(), scope=Scope.parse("off")),
-            AuditLog(None),
+            AuditLog(None, listener=marks.recorder.note_decision),
             control_of=lambda path: _NoControl(),
             clock=clock,
         )
@@ -116,10 +118,12 @@ class Session:
             (),
             Store(None, [], clock=clock),
             driver,
+            devices=self._devices,
             clock=clock,
             interval_seconds=interval,
             runbook=settings.alert_runbook,
         )
+        self._alerting.evaluator.subscribe(marks.recorder.notice_alerts)
         self._driver = driver
         self.app: FastAPI = create_app(
             ApiContext(
@@ -134,8 +138,8 @@ class Session:
                 threshold=settings.threshold,
                 started_unix=header.started_unix,
                 clock=clock,
-                devices=lambda: NOTHING_RECORDED,
-                past=RecordedPast(recording, self._monotonic_ns),
+                devices=self._devices,
+                past=RecordedPast(recording, self._monotonic_ns, marks),
                 replay=replay,
             )
         )
@@ -161,6 +165,8 @@ class Session:
         first = min(self.recording.samples_up_to(time_ns - round(WARM_UP_SECONDS * NANOSECONDS)), upto - 1)
         for index in range(first, upto):
             self.advance(times[index])
+            if index == first > 0:
+                self._marks.forget()
         if time_ns > times[upto - 1]:
             self.advance(time_ns)
 
@@ -176,6 +182,7 @@ class Session:
         self._ahead_ns = round(state.taken_unix * NANOSECONDS) - self._cursor.sample_ns
         try:
             view = self.sampler.tick()
+            self._marks.recorder.notice(view)
             self._driver.tick(view)
             self._alerting.evaluator.tick(view)
         finally:
@@ -190,6 +197,11 @@ class Session:
         if self._state is None:
             raise RuntimeError("begin() comes first")
         return self._state
+
+    def _devices(self) -> DevicesView:
+        """As recorded; of a recording that holds none, so: those of this machine are another's."""
+        told = None if self._state is None else self._state.devices
+        return NOTHING_RECORDED if told is None else told
 
     def _monotonic_ns(self) -> int:
         ticking = self._ticking_ns

@@ -1,8 +1,9 @@
 """A real engine process that runs only when it is told: `{"steps": 40}` on its standard input runs so many steps.
 
-`stepping_engine.py JSON` takes one object: folder, blocks, policy, engine_id, seed, columns. Sequences of a few
-families share the beginnings of their prompts; they grow, and end. With `now_ns` beside `steps` it is that time, and a
-millisecond later with each step; with `policy` the pool goes on under that one. It prints how many steps it has run.
+`stepping_engine.py JSON` takes one object: folder, blocks, policy, engine_id, seed, columns, medium, gpu_uuids.
+Sequences of a few families share the beginnings of their prompts; they grow, and end. With `now_ns` beside `steps` it
+is that time, and a millisecond later with each step; with `policy` the pool goes on under that one. It prints how many
+steps it has run.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Engine:
             headroom_blocks=blocks // 50,
             owner_slots=64,
             columns=tuple(options.get("columns", COLUMNS)),
+            medium=options.get("medium", "cpu"),
+            gpu_uuids=tuple(options.get("gpu_uuids", ())),
             events_per_second=options.get("events_per_second", 50_000),
         )
         self.now_ns: int | None = None

@@ -9,6 +9,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agent.devices.signals import signals
 from agent.recording.chunks import (
     CHUNK_HEAD,
     CHUNK_MARK,
@@ -31,8 +33,10 @@ from agent.recording.reading import Recording
 from agent.recording.recorder import Recorder
 from agent.recording.rerun import rerun
 from agent.sampling.model import Clock
+from agent.web.device_routes import describe_devices
 from engine_shim import layout
 from engine_shim.allocation_map.reader import MapReader
+from tests.agent.recording.full_view import full_view
 from tests.agent.recording.support import SteppingEngine
 
 BLOCKS = 64
@@ -50,7 +54,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reader = MapReader(engine.path)
     now = 2_000_000_000.0
     clock = Clock(lambda: now, lambda: now)
-    recorder = Recorder(reader, ChunkWriter(folder / "sound.kvrec"), engine.id, 1.0, clock)
+    recorder = Recorder(
+        reader,
+        ChunkWriter(folder / "sound.kvrec"),
+        engine.id,
+        1.0,
+        clock,
+        devices=lambda: replace(full_view(), taken_monotonic=now, cgroup_reason=f"at {now}"),
+    )
     try:
         recorder.begin()
         for steps in (20, 30, 1000, 30, 10):
@@ -82,7 +93,11 @@ def use(path: Path) -> None:
             cursor = recording.cursor()
             for time_ns in (*recording.sample_times_ns, recording.start_ns + 1, recording.end_ns):
                 cursor.seek(time_ns)
-                assert cursor.state().snapshot.states.size == recording.header.identity.total_blocks
+                state = cursor.state()
+                assert state.snapshot.states.size == recording.header.identity.total_blocks
+                if state.devices is not None:
+                    describe_devices(state.devices, Clock()).model_dump_json()
+                    list(signals(state.devices))
             rerun(recording, policies=("vllm",))
 
 
@@ -183,9 +198,9 @@ def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
 def test_any_field_may_hold_anything(
     chunks: list[Chunk], tmp_path: Path, seed: int, value: object, remove: bool
 ) -> None:
-    """In the header, in the facts of a base, and in the words at the end."""
+    """In the header, in the facts of a base, in devices, and in the words at the end."""
     dice = random.Random(seed)
-    at = dice.choice([i for i, (kind, _, _) in enumerate(chunks) if kind in (1, 3, 6, 7)])
+    at = dice.choice([i for i, (kind, _, _) in enumerate(chunks) if kind in (1, 3, 6, 7, 8)])
     kind, time_ns, payload = chunks[at]
     start, size = (4, int.from_bytes(payload[:4], "little")) if kind == ChunkKind.BASE else (0, len(payload))
     told = json.loads(payload[start : start + size])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,15 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from agent.alerting.rule_files import default_rules
-from agent.alerting.service import Alerting
-from agent.compaction.audit import AuditLog
-from agent.compaction.driver import CompactionDriver
-from agent.compaction.settings import DriverSettings, Scope
 from agent.config import AgentSettings
-from agent.exporter import Exporter
-from agent.history import MemoryHistory
-from agent.history.keeper import HistoryKeeper
 from agent.recording.chunks import ChunkKind, ChunkWriter, RecordingError
 from agent.recording.player import Player
 from agent.recording.reading import Recording
 from agent.recording.recorder import Recorder
 from agent.sampling.model import Clock
-from agent.sampling.sampler import Sampler
-from agent.web.api import ApiContext, create_app
-from agent.web.security import WriteGuard
-from alerts.store import Store
-from engine_shim import __version__
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.layout import EventKind
+from tests.agent.devices.conftest import compile_driver
 from tests.agent.recording.support import (
     CLOCKS,
     OWN,
@@ -44,28 +33,28 @@ from tests.agent.recording.support import (
     further_questions,
     questions,
     rewrite,
+    rewrite_chunks,
     without,
 )
+from tests.agent.recording.world import GUARD, ChangingDevices, LiveAgent, SteadyClock, keys_of
 
 BLOCKS = 600
 SAMPLES = 60
 COMPARED = tuple(range(SAMPLES // 20 - 1, SAMPLES, SAMPLES // 20))  # twenty instants
-# No silence of an engine that is told when to step means anything.
-SETTINGS = AgentSettings(stall_seconds=3600, stale_seconds=3600, compaction="off", interval_seconds=1.0)
-GUARD = WriteGuard(token=None, listens_on_loopback=True)
+DEVICES_READ = 4  # samples from one reading of devices to the next
+GPU = "GPU-00000000-aaaa-bbbb-cccc-000000000000"
+RULES = """
+rules:
+  - name: pool-nearly-full
+    above: 11%
+    exit: 9%
+    for: 1s
+"""
 # Compaction asks the engine itself, and there is none behind a recording; who asks is told so.
 ASKED_OF_THE_ENGINE = {"engine"}
-
-
-class SteadyClock:
-    """Stands still until it is set, so that the agent and the recorder look at one instant."""
-
-    def __init__(self) -> None:
-        # Far enough from a whole millisecond that rounding to one is the same everywhere.
-        self.now = int(time.time()) + 0.0003
-
-    def __call__(self) -> float:
-        return self.now
+# What an agent's policy decides, and what it was asked for, is of that agent: no map holds it. A replay has a policy of
+# its own, which is off and says so once. Where the live one is off too, these marks are compared like all others.
+DECIDED_BY_THE_AGENT = "decision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,50 +63,74 @@ class Recorded:
 
     path: Path
     id: str
+    settings: AgentSettings
     live: dict[int, Answers]  # by the number of the sample
 
+    def answers(self, path: str) -> list[Any]:
+        """What was answered to a question with this in it, oldest first."""
+        return [next(told[1] for name, told in one.by_path.items() if path in name) for one in self.live.values()]
 
-class LiveAgent:
-    """The agent's parts, wired as for a live engine, on a clock of the test's."""
 
-    def __init__(self, folder: Path, state_folder: Path, clock: Clock) -> None:
-        memory = MemoryHistory(seconds=SETTINGS.history_seconds, interval_seconds=1.0)
-        self._keeper = HistoryKeeper(state_folder, 2**26, memory, clock)
-        history = self._keeper.history
-        self.sampler = Sampler(lambda: (folder,), MapReader, history, settings=SETTINGS.sampler(), clock=clock)
-        self._driver = CompactionDriver(DriverSettings(scope=Scope.parse("off")), AuditLog(None), clock=clock)
-        self._alerting = Alerting(default_rules(), (), Store(None, [], clock=clock), self._driver, clock=clock)
-        context = ApiContext(
-            view=lambda: self.sampler.view,
-            exporter=Exporter(lambda: self.sampler.view, clock=clock),
-            history=history,
-            guard=GUARD,
-            compaction=self._driver,
-            alerting=self._alerting,
-            version=__version__,
-            interval_seconds=1.0,
-            threshold=SETTINGS.threshold,
-            started_unix=clock.wall(),
-            clock=clock,
-            past=self._keeper.reader,
-        )
-        self.client = TestClient(create_app(context))
+def record_live(
+    folder: Path, rules: str = "", *, samples: int = SAMPLES, asked: Iterable[int] = COMPARED, scope: str = "off"
+) -> Recorded:
+    """An engine process that runs, an agent that watches it on the agent's own devices, and a recorder beside it."""
+    for name in ("maps", "state", "devices"):
+        (folder / name).mkdir()
+    (folder / "rules.yml").write_text(rules)
+    # No silence of an engine that is told when to step means anything.
+    settings = AgentSettings(
+        stall_seconds=3600,
+        stale_seconds=3600,
+        compaction="off",
+        interval_seconds=1.0,
+        alert_rules=folder / "rules.yml" if rules else None,
+    )
+    engine = SteppingEngine(folder / "maps", blocks=BLOCKS, medium="cuda", gpu_uuids=[GPU])
+    # Far enough from a whole millisecond that rounding to one is the same everywhere.
+    now = SteadyClock(int(time.time()) + 0.0003)
+    clock, dice = Clock(now, now), random.Random(4)
+    devices = ChangingDevices(compile_driver(folder / "driver"), folder / "devices", clock, engine.process.pid)
+    agent = LiveAgent(folder / "maps", folder / "state", clock, settings, devices, scope)
+    reader, path = MapReader(engine.path), folder / "engine.kvrec"
+    recorder = Recorder(reader, ChunkWriter(path), engine.id, 1.0, clock, devices=lambda: devices.view)
+    live: dict[int, Answers] = {}
+    more: list[str] = []
+    try:
+        for sample in range(samples):
+            if sample == samples // 2:
+                engine.switch("relocating")
+            for part in range(dice.randrange(4)):
+                engine.step(dice.randrange(1, 12), round((now.now + 0.1 * part) * 1e9))
+                if sample:
+                    recorder.poll()  # events alone: no sample is due
+            now.now += 1.0
+            if sample % DEVICES_READ == 0:
+                devices.set(**keys_of(sample))
+                devices.read(agent.sampler.view)
+            if sample:
+                recorder.poll()
+            else:
+                recorder.begin()
+            agent.tick()
+            if sample in asked:
+                more = more or further_questions(agent.ask, engine.id)
+                live[sample] = ask_all(agent.ask, [*questions(engine.id, BLOCKS, now.now), *more], now.now)
+        recorder.end("the test has seen enough")
+        recorder.writer.finish()
+        assert recorder.tally.samples == samples
+        assert recorder.tally.mixed_samples == recorder.tally.gaps == 0
+        return Recorded(path, engine.id, settings, live)
+    finally:
+        agent.close()
+        devices.close()
+        reader.close()
+        engine.kill()
 
-    def tick(self) -> None:
-        view = self.sampler.tick()
-        self._driver.tick(view)
-        self._alerting.evaluator.tick(view)
-        self._keeper.recorder.notice(view)
 
-    def settle(self) -> None:
-        """Have what is kept of the past on the disk."""
-        self._keeper.writer.step()
-
-    def close(self) -> None:
-        self._keeper.stop()
-        self._alerting.stop()
-        self.sampler.close()
-        self.client.close()
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return record_live(tmp_path_factory.mktemp("recorded"), RULES)
 
 
 def asking(client: TestClient) -> Callable[[str], tuple[int, Any]]:
@@ -128,53 +141,10 @@ def asking(client: TestClient) -> Callable[[str], tuple[int, Any]]:
     return ask
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
-    """An engine process that runs, an agent that watches it, and a recorder beside it."""
-    folder = tmp_path_factory.mktemp("maps")
-    engine = SteppingEngine(folder, blocks=BLOCKS)
-    now = SteadyClock()
-    clock, dice = Clock(now, now), random.Random(4)
-    agent, reader = LiveAgent(folder, tmp_path_factory.mktemp("state"), clock), MapReader(engine.path)
-    path = folder / "engine.kvrec"
-    recorder = Recorder(reader, ChunkWriter(path), engine.id, 1.0, clock)
-    live: dict[int, Answers] = {}
-    more: list[str] = []
-    try:
-        for sample in range(SAMPLES):
-            if sample == SAMPLES // 2:
-                engine.switch("relocating")
-            for part in range(dice.randrange(4)):
-                engine.step(dice.randrange(1, 12), round((now.now + 0.1 * part) * 1e9))
-                if sample:
-                    recorder.poll()  # events alone: no sample is due
-            now.now += 1.0
-            if sample:
-                recorder.poll()
-            else:
-                recorder.begin()
-            agent.tick()
-            if sample in COMPARED:
-                agent.settle()
-                more = more or further_questions(asking(agent.client), engine.id)
-                paths = [*questions(engine.id, BLOCKS, now.now), *more]
-                live[sample] = ask_all(asking(agent.client), paths, now.now)
-        recorder.end("the test has seen enough")
-        recorder.writer.finish()
-        assert recorder.tally.samples == SAMPLES
-        assert recorder.tally.mixed_samples == recorder.tally.gaps == 0
-        assert recorder.tally.events > 500
-        yield Recorded(path, engine.id, live)
-    finally:
-        agent.close()
-        reader.close()
-        engine.kill()
-
-
 def compare(recorded: Recorded, path: Path, samples: Iterable[int] = COMPARED) -> list[str]:
     """Where the answers of a replay differ from the live ones; no answer may be missing."""
     recording = Recording(path)
-    player = Player(recording, SETTINGS, GUARD, paused=True)
+    player = Player(recording, recorded.settings, GUARD, paused=True)
     found: list[str] = []
     try:
         with TestClient(player) as client:
@@ -197,20 +167,6 @@ def test_at_twenty_instants_every_answer_of_a_replay_is_the_live_one(recorded: R
     assert compare(recorded, recorded.path) == []
 
 
-def test_a_replay_has_no_devices_and_waits_for_none(recorded: Recorded) -> None:
-    recording = Recording(recorded.path)
-    player = Player(recording, SETTINGS, GUARD, paused=True)
-    try:
-        with TestClient(player) as client:
-            found = client.get("/v1/devices").json()
-    finally:
-        player.stop()
-        recording.close()
-    assert (found["nvml"], found["nvml_reason"]) == ("recording", "a recording has no devices")
-    assert found["devices"] == []
-    assert "not read yet" not in (found["host_reason"], found["cgroup_reason"])
-
-
 def test_the_traffic_that_is_compared_has_everything_in_it(recorded: Recorded) -> None:
     """A comparison of empty answers would prove nothing."""
     instants = list(recorded.live.values())
@@ -228,10 +184,95 @@ def test_the_traffic_that_is_compared_has_everything_in_it(recorded: Recorded) -
     assert differences(first.by_path["/v1/engines"], last.by_path["/v1/engines"])
     asked = {path.partition("?")[0].replace(recorded.id, "{id}") for path in last.by_path}
     assert asked >= {"/v1/engines/{id}/advice", "/v1/engines/{id}/frames/times", "/v1/compactions", "/v1/mutes"}
+    assert asked >= {"/v1/devices", "/v1/engines/{id}/marks", "/v1/engines/{id}/compaction", "/v1/plan"}
     frame = last.by_path[next(path for path in last.by_path if "/frames?" in path)]
     assert frame[0] == 200
     assert frame[1]["previous_unix"] is not None
     assert any(one.by_path["/v1/alerts"][1]["open"] for one in instants)
+
+
+def test_the_devices_that_are_compared_change(recorded: Recorded) -> None:
+    told = recorded.answers("/v1/devices")
+    assert [one["nvml"] for one in told].count("degraded") == 1
+    first, second = ([one["devices"][gpu] for one in told] for gpu in (0, 1))
+    assert {one["state"] for one in second} == {"ok", "lost", "degraded"}
+    rows = [{row["kind"]: row["bytes"] for row in one["rows"] or ()} for one in first]
+    assert len({row.get("engine_other") for row in rows}) > 5
+    assert any(one["engine_id"] == "engine" for one in first[-1]["processes"])
+    assert {one["age_seconds"] for one in told} == {0.0, 1.0, 2.0, 3.0}
+    assert len({one["host"]["free_bytes"] for one in told}) > 5
+    assert len({str(one["allocators"]) for one in told}) > 5
+    assert {one["engines"][0]["engine_id"] for one in told[1:]} == {"engine"}
+    alerts = recorded.answers("/v1/alerts")
+    assert any(alert["rule"] == "device-lost" for one in alerts for alert in one["open"])
+    assert any(alert["rule"] == "device-lost" for alert in alerts[-1]["recent"])
+
+
+def test_the_marks_that_are_compared_tell_of_alerts_that_fire_and_are_over(recorded: Recorded) -> None:
+    first, last = (recorded.answers("/marks?")[at]["marks"] for at in (0, -1))
+    kinds = {one["kind"] for one in last}
+    texts = [one["text"] for one in last]
+    assert kinds == {"engine", "alert", "decision"}
+    assert any("pool-nearly-full fires" in one for one in texts)
+    assert any("pool-nearly-full is over" in one for one in texts)
+    assert len(first) < len(last)
+    assert len(recorded.answers("limit=2")[-1]["marks"]) == 2
+
+
+def test_one_figure_of_a_device_that_is_another_one_shows_in_the_answers(recorded: Recorded, tmp_path: Path) -> None:
+    def other(number: int, payload: bytes) -> bytes:
+        told = json.loads(payload)
+        if number == len(devices) - 1:
+            told["devices"]["0"]["sample"]["memory"]["used_bytes"] += 1
+        return json.dumps(told).encode()
+
+    recording = Recording(recorded.path)
+    devices = [place for place in recording.places() if place.kind == ChunkKind.DEVICES]
+    recording.close()
+    rewrite_chunks(recorded.path, tmp_path / "other.kvrec", {ChunkKind.DEVICES: other})
+    (line,) = compare(recorded, tmp_path / "other.kvrec", COMPARED[-1:])
+    assert ".devices[0].memory.used_bytes: " in line
+    assert compare(recorded, tmp_path / "other.kvrec", COMPARED[:-2]) == []
+
+
+def test_one_mark_that_is_at_another_time_shows_in_the_answers(recorded: Recorded, tmp_path: Path) -> None:
+    """The sample at which an alert fired is said to be of a twentieth of a second later."""
+    marks = recorded.answers("/marks?")[-1]["marks"]
+    fired = next(one["time_unix"] for one in marks if "pool-nearly-full fires" in one["text"])
+    changed = []
+
+    def later(number: int, payload: bytes) -> bytes:
+        size = int.from_bytes(payload[:4], "little")
+        told = json.loads(payload[4 : 4 + size])
+        if abs(told["facts"]["taken_unix"] - fired) < 0.01:
+            told["facts"]["taken_unix"] += 0.05
+            changed.append(number)
+        text = json.dumps(told).encode()
+        return len(text).to_bytes(4, "little") + text + payload[4 + size :]
+
+    rewrite_chunks(recorded.path, tmp_path / "other.kvrec", {ChunkKind.SAMPLE: later})
+    assert len(changed) == 1
+    found = [line for line in compare(recorded, tmp_path / "other.kvrec", COMPARED[-1:]) if "/marks" in line]
+    assert found
+    assert all("time_unix" in line for line in found)
+
+
+def test_a_recording_without_devices_says_so_and_answers_all_else(recorded: Recorded, tmp_path: Path) -> None:
+    """As an older recorder wrote it; and as an older reader reads a newer one, which skips chunks of kinds unknown."""
+    rewrite_chunks(recorded.path, tmp_path / "old.kvrec", {ChunkKind.DEVICES: lambda number, payload: None})
+    other = compare(recorded, tmp_path / "old.kvrec", COMPARED[-1:])
+    assert {line.partition(", ")[2][:11] for line in other} == {"/v1/devices", "/v1/alerts["}
+    recording = Recording(tmp_path / "old.kvrec")
+    player = Player(recording, recorded.settings, GUARD, paused=True)
+    try:
+        with TestClient(player) as client:
+            found = client.get("/v1/devices").json()
+    finally:
+        player.stop()
+        recording.close()
+    assert (found["nvml"], found["nvml_reason"]) == ("recording", "a recording has no devices")
+    assert found["devices"] == []
+    assert "not read yet" not in (found["host_reason"], found["cgroup_reason"])
 
 
 def test_a_recording_that_lacks_one_event_is_not_taken_for_whole(recorded: Recorded, tmp_path: Path) -> None:
@@ -259,3 +300,44 @@ def test_one_event_that_is_another_one_shows_in_the_answers(recorded: Recorded, 
     assert compare(recorded, tmp_path / "other.kvrec", COMPARED[-1:])
     assert changed
     assert compare(recorded, tmp_path / "other.kvrec", COMPARED[-2:-1]) == []
+
+
+def test_of_an_agent_whose_policy_is_on_the_decisions_alone_are_not_replayed(tmp_path: Path) -> None:
+    recorded = record_live(tmp_path, RULES, samples=30, asked=[29], scope="all")
+    recording = Recording(recorded.path)
+    player = Player(recording, recorded.settings, GUARD, paused=True)
+    try:
+        with TestClient(player) as client:
+            player.go(position_ns=recording.sample_times_ns[29])
+            marks = [one for one in recorded.live[29].by_path if "/marks?from" in one and "holds" not in one]
+            live, replayed = recorded.live[29].by_path[marks[0]][1]["marks"], client.get(marks[0]).json()["marks"]
+    finally:
+        player.stop()
+        recording.close()
+    assert {one["kind"] for one in live} == {"engine", "alert", DECIDED_BY_THE_AGENT}
+    decisions = [one["text"] for one in replayed if one["kind"] == DECIDED_BY_THE_AGENT]
+    assert len(decisions) == 1
+    assert "setting compaction: off" in decisions[0]
+    happened, again = ([one for one in told if one["kind"] != DECIDED_BY_THE_AGENT] for told in (live, replayed))
+    assert differences(happened, again) == []
+
+
+def test_a_replay_that_begins_amid_a_recording_marks_nothing_that_stood_so_before(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.recording.session.WARM_UP_SECONDS", 20.0)
+    recording = Recording(recorded.path)
+    player = Player(recording, recorded.settings, GUARD, paused=True)
+    try:
+        with TestClient(player) as client:
+            player.go(position_ns=recording.end_ns)
+            told = client.get(f"/v1/engines/{recorded.id}/marks").json()["marks"]
+    finally:
+        player.stop()
+        recording.close()
+    began = recording.sample_times_ns[-1] / 1e9 - 20.0
+    live = [one for one in recorded.answers("/marks?")[-1]["marks"] if one["time_unix"] > began + 2.0]
+    assert live
+    assert [one for one in live if one not in told] == []
+    assert {one["kind"] for one in told} == {"alert"}
+    assert all(one["time_unix"] > began for one in told)

@@ -48,8 +48,10 @@ PATIENCE_SECONDS = 60.0
 BLOCKS = 400
 # What an agent makes of several samples depends on when it took them, and the two took them at different times.
 TRENDS = {"forecast"}
+SINCE = {"since_unix", "time_unix"}  # when each of them came to hold what it says: they began at different times
 AGES = ("_seconds", "_second")  # since something happened, or a rate: the two looked at different times
-KEPT = ("/history", "/alerts", "/frames")  # over several samples, or in a state folder, which this agent has not
+KEPT = ("/history", "/alerts", "/frames", "/marks")  # over several samples, or in a folder that this agent has not
+FIGURES = "/v1/devices"  # of the host's memory, which both looked at in their own time
 QUIET = {"KVATLAS_STALL_SECONDS": "3600", "KVATLAS_COMPACTION": "off"}
 
 
@@ -256,6 +258,8 @@ def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers
                 answer = http.get(path)
                 return answer.status_code, answer.json()
 
+            wait_until(lambda: ask(FIGURES)[1]["nvml"] != "starting", within=PATIENCE_SECONDS)
+            wait_until(lambda: _recorded_nvml(part) != "starting", within=PATIENCE_SECONDS)
             for count in (40, 25, 60, 10):
                 steps = engine.step(count)
                 wait_until(lambda steps=steps: _steps(ask, engine.id) == steps, within=PATIENCE_SECONDS)
@@ -282,7 +286,7 @@ def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers
     try:
         assert replay.stderr is not None
         url = next(line["address"] for line in map(json.loads, replay.stderr) if line["event"] == "replaying")
-        left_out = CLOCKS | OWN | TRENDS | {"engine"}
+        left_out = CLOCKS | OWN | TRENDS | SINCE | {"engine"}
         with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, trust_env=False) as http:
 
             def ask_replay(path: str) -> tuple[int, Any]:
@@ -293,7 +297,14 @@ def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers
             for place, answers in live:
                 http.post("/v1/replay", json={"position_unix": place / 1e9 + 1e-6}).raise_for_status()
                 for path, answer in answers.by_path.items():
-                    if not any(word in path for word in KEPT):
+                    if path == FIGURES:
+                        now, then = answer[1], ask_replay(path)[1]
+                        assert [then[key] for key in ("nvml", "nvml_reason", "driver_version", "devices")] == [
+                            now[key] for key in ("nvml", "nvml_reason", "driver_version", "devices")
+                        ]
+                        assert then["host"]["total_bytes"] == now["host"]["total_bytes"]
+                        assert [one["pid"] for one in then["engines"]] == [engine.process.pid]
+                    elif not any(word in path for word in KEPT):
                         replayed = ask_replay(path)
                         assert differences(without(answer, left_out, AGES), without(replayed, left_out, AGES)) == [], (
                             path
@@ -316,6 +327,15 @@ def test_a_live_engine_recorded_and_replayed_by_processes_gives_the_same_answers
 def _steps(ask: Callable[[str], tuple[int, Any]], id: str) -> int | None:
     status, told = ask(f"/v1/engines/{id}")
     return int(told["counters"]["steps"]) if status == 200 else None
+
+
+def _recorded_nvml(part: Path) -> str:
+    recording = Recording(part)
+    cursor = recording.cursor()
+    cursor.seek(recording.sample_times_ns[-1])
+    devices = cursor.state().devices
+    recording.close()
+    return "starting" if devices is None else devices.nvml.state.value
 
 
 def _recorded_steps(part: Path) -> int:
