@@ -4,7 +4,7 @@ Each round serves the same requests over a fresh tree, once watched (every opera
 real map) and once not, in an order that turns; the result is the CPU time of the one thread, watched over not, as the
 median over the rounds. Pools of 20,000 and of 1,000,000 slots of one token, and one of pages.
 
-    python benchmarks/sglang_allocator.py [--rounds 25] [--json FILE]
+    python benchmarks/sglang_allocator.py [--rounds 15] [--json FILE]
 
 It runs with what scripts/vllm_env.sh and scripts/sglang_env.sh print, and builds both where they are not there.
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BAR = 1.05
-STEPS = 120
+STEPS = 360  # by then a pool of a million slots is nearly full
 POOLS = {"token, 20,000 slots": ("token", 20_000), "token, 1,000,000 slots": ("token", 1_000_000),
          "paged, 1,000,000 slots": ("paged", 1_000_000)}  # fmt: skip
 
@@ -81,7 +81,7 @@ def measure(rounds: int) -> dict[str, Any]:
 def main() -> int:
     """Show the table; the result is the exit status, 1 where a bar is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--here", action="store_true", help="measure in this Python, which has SGLang")
     options = parser.parse_args()

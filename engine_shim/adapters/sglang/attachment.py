@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine_shim.adapters.hooks import Hook, Hooks, Method, after
 from engine_shim.adapters.opening import engine_id, open_writer, whole_number
-from engine_shim.adapters.sglang.indices import Copier, as_numbers, copy_out
+from engine_shim.adapters.sglang.indices import Copier, as_numbers
 from engine_shim.adapters.sglang.shape import pools_of, release_method
 from engine_shim.adapters.sglang.slot_pool import Note, SlotPool, Told
 from engine_shim.adapters.sglang.state_map import StateMap
@@ -31,7 +31,7 @@ class Attachment:
         tree: Any,
         version: str,
         environment: Mapping[str, str],
-        copier: Copier = copy_out,
+        copier: Copier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hooks = Hooks()
@@ -137,9 +137,10 @@ class Attachment:
     def _after(self, then: Callable[..., None]) -> Callable[[Hook], Method]:
         return after(then, self.fault)
 
+    # As `after` would make the next two, without another call in each of the engine's own.
+
     def _taking(self, pool: SlotPool) -> Callable[[Hook], Method]:
         def around(hook: Hook) -> Method:
-            # As `after` would make it, without a second call in each of the engine's own.
             def take(*args: Any, **kwargs: Any) -> Any:
                 slots = hook.inner(*args, **kwargs)
                 try:
@@ -159,13 +160,20 @@ class Attachment:
         by_page = release_method(allocator) == "_release_page_ids"
         told = Told.PAGES if by_page else Told.SLOTS
 
-        def given_back(_: Any, *parts: Any) -> None:
-            if not by_page and allocator.free_group is not None:
-                return  # held back until the group ends, which frees it by this very method
-            for part in parts:
-                pool.note(Note.GIVE_BACK, part, told)
+        def around(hook: Hook) -> Method:
+            def give_back(*parts: Any, **keywords: Any) -> Any:
+                result = hook.inner(*parts, **keywords)
+                try:
+                    if by_page or allocator.free_group is None:  # else held back until this method ends the group
+                        for part in (*parts, *keywords.values()):
+                            pool.note(Note.GIVE_BACK, part, told)
+                except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+                    self.fault(error)
+                return result
 
-        return self._after(given_back)
+            return give_back
+
+        return around
 
     def _locking(self, count: int, note: Note) -> Callable[[Hook], Method]:
         """Nodes up to the root whose lock is taken first, or is the last to go."""

@@ -10,15 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ready = Callable[[], bool]
-Copier = Callable[[Any], tuple[Any, Ready] | None]
-"""A tensor of slots to one on the host, which may be read once the second part of the result says so; None for one that
-may be read where it is, now."""
+Copier = Callable[[Any], tuple[Any, Ready]]
+"""A tensor of slots to one on the host, which may be read once the second part of the result says so."""
 
 
-def copy_out(slots: Any) -> tuple[Any, Ready] | None:
-    """From a device a copy that is under way, in order with the device's work."""
-    if slots.is_cpu:
-        return None
+def copy_out(slots: Any) -> tuple[Any, Ready]:
+    """From a CUDA device a copy that is under way, in order with the device's work."""
     torch: Any = sys.modules["torch"]  # the tensor's own library; nothing here may import it
     host = torch.empty(slots.shape, dtype=slots.dtype, pin_memory=True)
     host.copy_(slots, non_blocking=True)

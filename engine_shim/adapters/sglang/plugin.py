@@ -13,7 +13,7 @@ from typing import Any
 
 from engine_shim.adapters.opening import disabled, name_the_speaker
 from engine_shim.adapters.sglang.attachment import Attachment
-from engine_shim.adapters.sglang.indices import Copier, copy_out
+from engine_shim.adapters.sglang.indices import Copier
 from engine_shim.adapters.sglang.shape import SUPPORTED, examine
 
 log = logging.getLogger("kvatlas.shim")
@@ -52,7 +52,9 @@ def turn_off(reason: str = "turned off") -> int:
     return len(watched)
 
 
-def attach(tree: Any, environment: Mapping[str, str] = os.environ, *, copier: Copier = copy_out) -> Attachment | None:
+def attach(
+    tree: Any, environment: Mapping[str, str] = os.environ, *, copier: Copier | None = None
+) -> Attachment | None:
     """Watch one radix cache; None, and one log line, where that cannot be. Never raises."""
     one: Attachment | None = None
     try:

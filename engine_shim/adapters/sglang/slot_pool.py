@@ -49,7 +49,8 @@ class Told(Enum):
 class SlotPool:
     """Pages 0 to `pages`, of which 0 is padding. `states` is what they are by the notes up to the last `settle`."""
 
-    def __init__(self, page_tokens: int, shown: StateMap, copier: Copier = copy_out) -> None:
+    def __init__(self, page_tokens: int, shown: StateMap, copier: Copier | None = None) -> None:
+        """`copier` is for numbers of a device; one that is given is asked for all numbers."""
         self.map = shown
         self.states: NDArray[np.uint8] = shown.states
         self._page_tokens = page_tokens
@@ -59,25 +60,30 @@ class SlotPool:
         self._firsts = self._slots[::page_tokens]
         self._firsts[0] = _RESERVED
         self._copier = copier
-        self._notes: deque[tuple[Note, Any, Told, Ready]] = deque()
+        self._notes: deque[tuple[Note, Told, Any, Ready]] = deque()
 
     def note(self, what: Note, numbers: Any = None, told: Told = Told.SLOTS) -> None:
         """Something was done to what these numbers, a tensor of SGLang's, tell of; None for every page."""
-        arriving = None if numbers is None else self._copier(numbers)
-        if arriving is None and not self._notes:
+        if not self._notes and (numbers is None or (self._copier is None and numbers.is_cpu)):
             self._apply(what, numbers, told)
             return
-        if arriving is None:  # has to wait for others, and may be written to by SGLang meanwhile
-            arriving = None if numbers is None else numbers.clone(), _now
-        self._notes.append((what, arriving[0], told, arriving[1]))
+        self._notes.append((what, told, *self._under_way(numbers)))
         if len(self._notes) >= MOST_NOTES:
             self.settle()
+
+    def _under_way(self, numbers: Any) -> tuple[Any, Ready]:
+        if numbers is None:
+            return None, _now
+        if self._copier is not None:
+            return self._copier(numbers)
+        # What has to wait for others is copied: SGLang may write to it meanwhile.
+        return (numbers.clone(), _now) if numbers.is_cpu else copy_out(numbers)
 
     def settle(self) -> None:
         """Bring `states` up to all that has arrived on the host, in order."""
         notes = self._notes
         while notes and notes[0][3]():
-            what, host, told, _ = notes.popleft()
+            what, told, host, _ = notes.popleft()
             self._apply(what, host, told)
         self._firsts[0] = _RESERVED  # on which fell what SGLang calls slot 0: padding, or no slot
         if self._page_tokens > 1:

@@ -78,11 +78,11 @@ def follow(kind: str, *, late: int = 0, attach_after: int = 0) -> dict[str, Any]
         driver.step()
     step = 0
 
-    def copier(slots: Any) -> tuple[Any, Any] | None:
+    def copier(slots: Any) -> tuple[Any, Any]:
         due = step + late
-        return (slots.clone(), lambda: step >= due) if late else None
+        return slots.clone(), lambda: step >= due
 
-    one = adapter.attach(tree, copier=copier)
+    one = adapter.attach(tree, copier=copier if late else None)
     assert one is not None
     readers = [MapReader(pool.map.path) for pool in one.pools]
     wanted: deque[list[np.ndarray]] = deque()
