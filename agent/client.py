@@ -59,6 +59,11 @@ class AgentClient:
         """The agent's address, with whatever user and password were given in it."""
         return self._base_url
 
+    @property
+    def now_unix(self) -> float:
+        """Unix time: this host's, or where a recording is played back, as of the last listing, its own."""
+        return time.time() + self._ahead_seconds
+
     def close(self) -> None:
         self._http.close()
 
@@ -121,7 +126,7 @@ class AgentClient:
         self, id: str, metric: str, seconds: float, points: int = 600, *, until_unix: float | None = None
     ) -> wire.History:
         """The last `seconds` up to now, or up to another time, in at most `points` buckets."""
-        end = time.time() + self._ahead_seconds if until_unix is None else until_unix
+        end = self.now_unix if until_unix is None else until_unix
         # One bucket fewer than points: a range that does not begin on a whole step touches one more.
         step = max(seconds / max(1, points - 1), 0.001)
         query: dict[str, str | int | float] = {"metric": metric, "from": end - seconds, "to": end, "step": step}

@@ -4,7 +4,6 @@ black boxes of engines that ended."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from dashboard import address, exports, figures, past, timeline, widgets
 from dashboard.conditions import refused
 from dashboard.context import Answer, Context, ask, show_condition
 from dashboard.figure_component import show_figure
-from dashboard.source import MAP_CELLS, SLOW_REFRESH_SECONDS, source, timed
+from dashboard.source import MAP_CELLS, SLOW_REFRESH_SECONDS, client, source, timed
 from dashboard.views.black_boxes import BOXES_SECONDS, show_boxes
 from dashboard.wording import visible
 
@@ -115,12 +114,13 @@ def _span_picked() -> None:
     picked = st.session_state[_SPAN]
     address.put(address.SPAN, None if picked == DEFAULT_SPAN else picked)
     if (at := _instant()) is not None:
-        st.session_state[_END] = min(time.time(), at + SPANS[picked] / 2)
+        st.session_state[_END] = min(client().now_unix, at + SPANS[picked] / 2)
 
 
 def _stretch() -> Stretch:
-    """Live, it ends now. At an instant its end stays, so that the scrubber does not move under the hand."""
-    span, at, now = _span(), _instant(), time.time()
+    """Live, it ends now, which in a replay is the place that it has come to. At an instant its end stays, so that the
+    scrubber does not move under the hand."""
+    span, at, now = _span(), _instant(), client().now_unix
     seconds = SPANS[span]
     if at is None:
         st.session_state[_END] = now

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,18 @@ class Stage:
         self._await(process, lambda: answers(url + "/readyz"), "the agent is ready")
         return url, process
 
+    def replay(self, recording: Path, **settings: str) -> tuple[str, subprocess.Popen[str]]:
+        """Address and process of a replay, which stands still at its beginning. `settings` are the agent's."""
+        port = free_port()
+        environment = {f"KVATLAS_{name.upper()}": value for name, value in settings.items()}
+        process = self._start(
+            ["-m", "engine_shim.launcher", "replay", str(recording), "--paused", f"--listen=127.0.0.1:{port}"],
+            environment=environment,
+        )
+        url = f"http://127.0.0.1:{port}"
+        self._await(process, lambda: answers(url + "/readyz"), "the replay is ready")
+        return url, process
+
     def dashboard(self, agent_url: str, base_path: str = "") -> tuple[str, subprocess.Popen[str]]:
         """Address (with a slash at its end) and process of a dashboard."""
         port = free_port()
@@ -227,8 +239,11 @@ class Stage:
     def _log(self, number: int) -> Path:
         return self.folder.parent / f"{self.folder.name}-process-{number}.log"
 
-    def _start(self, arguments: list[str], **streams: Any) -> subprocess.Popen[str]:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("KVATLAS_")}
+    def _start(
+        self, arguments: list[str], environment: Mapping[str, str] | None = None, **streams: Any
+    ) -> subprocess.Popen[str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVATLAS_")}
+        environment = inherited | dict(environment or {})
         environment["OMP_NUM_THREADS"] = "1"
         with self._log(len(self._processes)).open("w") as log:
             usual: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}

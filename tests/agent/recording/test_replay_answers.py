@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,118 +11,26 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from agent.config import AgentSettings
-from agent.recording.chunks import ChunkKind, ChunkWriter, RecordingError
+from agent.recording.chunks import ChunkKind, RecordingError
 from agent.recording.player import Player
 from agent.recording.reading import Recording
-from agent.recording.recorder import Recorder
-from agent.sampling.model import Clock
-from engine_shim.allocation_map.reader import MapReader
 from engine_shim.layout import EventKind
-from tests.agent.devices.conftest import compile_driver
 from tests.agent.recording.support import (
     CLOCKS,
     OWN,
-    Answers,
-    SteppingEngine,
     ask_all,
     differences,
-    further_questions,
-    questions,
     rewrite,
     rewrite_chunks,
     without,
 )
-from tests.agent.recording.world import GUARD, ChangingDevices, LiveAgent, SteadyClock, keys_of
+from tests.agent.recording.world import COMPARED, GUARD, RULES, Recorded, record_live
 
-BLOCKS = 600
-SAMPLES = 60
-COMPARED = tuple(range(SAMPLES // 20 - 1, SAMPLES, SAMPLES // 20))  # twenty instants
-DEVICES_READ = 4  # samples from one reading of devices to the next
-GPU = "GPU-00000000-aaaa-bbbb-cccc-000000000000"
-RULES = """
-rules:
-  - name: pool-nearly-full
-    above: 11%
-    exit: 9%
-    for: 1s
-"""
 # Compaction asks the engine itself, and there is none behind a recording; who asks is told so.
 ASKED_OF_THE_ENGINE = {"engine"}
 # What an agent's policy decides, and what it was asked for, is of that agent: no map holds it. A replay has a policy of
 # its own, which is off and says so once. Where the live one is off too, these marks are compared like all others.
 DECIDED_BY_THE_AGENT = "decision"
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A recording of a live engine, and what the live agent answered at some of its samples."""
-
-    path: Path
-    id: str
-    settings: AgentSettings
-    live: dict[int, Answers]  # by the number of the sample
-
-    def answers(self, path: str) -> list[Any]:
-        """What was answered to a question with this in it, oldest first."""
-        return [next(told[1] for name, told in one.by_path.items() if path in name) for one in self.live.values()]
-
-
-def record_live(
-    folder: Path, rules: str = "", *, samples: int = SAMPLES, asked: Iterable[int] = COMPARED, scope: str = "off"
-) -> Recorded:
-    """An engine process that runs, an agent that watches it on the agent's own devices, and a recorder beside it."""
-    for name in ("maps", "state", "devices"):
-        (folder / name).mkdir()
-    (folder / "rules.yml").write_text(rules)
-    # No silence of an engine that is told when to step means anything.
-    settings = AgentSettings(
-        stall_seconds=3600,
-        stale_seconds=3600,
-        compaction="off",
-        interval_seconds=1.0,
-        alert_rules=folder / "rules.yml" if rules else None,
-    )
-    engine = SteppingEngine(folder / "maps", blocks=BLOCKS, medium="cuda", gpu_uuids=[GPU])
-    # Far enough from a whole millisecond that rounding to one is the same everywhere.
-    now = SteadyClock(int(time.time()) + 0.0003)
-    clock, dice = Clock(now, now), random.Random(4)
-    devices = ChangingDevices(compile_driver(folder / "driver"), folder / "devices", clock, engine.process.pid)
-    agent = LiveAgent(folder / "maps", folder / "state", clock, settings, devices, scope)
-    reader, path = MapReader(engine.path), folder / "engine.kvrec"
-    recorder = Recorder(reader, ChunkWriter(path), engine.id, 1.0, clock, devices=lambda: devices.view)
-    live: dict[int, Answers] = {}
-    more: list[str] = []
-    try:
-        for sample in range(samples):
-            if sample == samples // 2:
-                engine.switch("relocating")
-            for part in range(dice.randrange(4)):
-                engine.step(dice.randrange(1, 12), round((now.now + 0.1 * part) * 1e9))
-                if sample:
-                    recorder.poll()  # events alone: no sample is due
-            now.now += 1.0
-            if sample % DEVICES_READ == 0:
-                devices.set(**keys_of(sample))
-                devices.read(agent.sampler.view)
-            if sample:
-                recorder.poll()
-            else:
-                recorder.begin()
-            agent.tick()
-            if sample in asked:
-                more = more or further_questions(agent.ask, engine.id)
-                live[sample] = ask_all(agent.ask, [*questions(engine.id, BLOCKS, now.now), *more], now.now)
-        recorder.end("the test has seen enough")
-        recorder.writer.finish()
-        assert recorder.tally.samples == samples
-        assert recorder.tally.mixed_samples == recorder.tally.gaps == 0
-        return Recorded(path, engine.id, settings, live)
-    finally:
-        agent.close()
-        devices.close()
-        reader.close()
-        engine.kill()
 
 
 @pytest.fixture(scope="module")
