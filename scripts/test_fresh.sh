@@ -16,6 +16,9 @@ FOLDER=$FRESH_FOLDER
 FREE_MIB_NEEDED=8000
 CLONE=/srv/kvatlas # in the fresh root
 
+# received_mib : what came over the network of this machine since it began.
+received_mib() { awk '/:/ && $1 != "lo:" { sum += $2 } END { printf "%d", sum / 1048576 }' /proc/net/dev; }
+
 # Runs as the first process of the run's own namespaces.
 inside() {
     root=$1
@@ -40,6 +43,7 @@ inside() {
     pivot_root . old-root
     umount --lazy /old-root
     status=0
+    before=$(received_mib)
     for command in 'make test' "make demo ARGS='--seconds $SECONDS_OF_DEMO'"; do
         say "in the fresh root: $command"
         began=$(date +%s)
@@ -51,6 +55,8 @@ inside() {
             status=1
         fi
     done
+    say "in the fresh root: received $(($(received_mib) - before)) MiB beside what this machine has for pip, \
+$(du -sm "$CLONE/.venv" | cut -f1) MiB in the environment"
     return "$status"
 }
 
