@@ -13,7 +13,7 @@ from dashboard.palette import Theme
 from dashboard.widgets import heading_html, note_html
 from dashboard.wording import count, duration, escape, rate, share, size
 
-A_RECORDING = "recording"  # DeviceList.nvml of a replay
+A_RECORDING = "recording"  # DeviceList.nvml of a replay without devices
 ROWS = {
     "kv_pool": ("KV pool", "the engine's map: blocks × bytes of a block"),
     "engine_other": ("engine, the rest", "weights, activations, graphs and contexts: NVML does not tell them apart"),

@@ -16,7 +16,7 @@ class LibraryState(StrEnum):
 
     STARTING = "starting"  # nothing was read yet
     OFF = "off"  # by setting
-    RECORDING = "recording"  # what is served is played back: there is nothing to be read
+    RECORDING = "recording"  # what is served is played back, and holds no devices
     OK = "ok"
     NO_BINDINGS = "no_bindings"
     NO_LIBRARY = "no_library"
@@ -261,4 +261,4 @@ NOTHING_RECORDED = DevicesView(
     "a recording has no control group",
     (),
 )
-"""Of a replay: those of the machine that it is played back on are another's."""
+"""Of a replay of a recording without devices: those of the machine that it is played back on are another's."""

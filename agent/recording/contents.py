@@ -57,6 +57,7 @@ class Header:
     interval_seconds: float  # between samples
     started_unix: float
     version: str  # of the recorder
+    host: str = ""  # that it ran on; "" where an older one did not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,7 @@ def decode_header(payload: bytes) -> Header:
             float(told["interval_seconds"]),
             float(told["started_unix"]),
             str(told["version"]),
+            str(told.get("host", "")),
         )
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"its header lacks {error}") from error

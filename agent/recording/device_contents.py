@@ -85,8 +85,11 @@ def _check_device(device: DeviceView) -> None:
 
 
 def encode_devices(before: Plain, now: Plain) -> bytes:
-    """What leads from `before`, which is empty after a base, to the present view."""
-    return json_bytes({key: _change(before.get(key), one) for key, one in now.items() if before.get(key, _NONE) != one})
+    """What leads from `before`, which is empty after a base, to the present view; never longer than all of that."""
+    changes = json_bytes(
+        {key: _change(before.get(key), one) for key, one in now.items() if before.get(key, _NONE) != one}
+    )
+    return min(changes, json_bytes(now), key=len)
 
 
 def decode_devices(payload: bytes, before: Plain) -> tuple[Plain, DevicesView]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,6 +106,7 @@ class Recorder:
             self.interval_seconds,
             self._began[0],
             __version__,
+            socket.gethostname(),
         )
         self.writer.append(ChunkKind.HEADER, self._line_ns(now), encode_header(header))
         self._replica = Replica(snapshot.identity.total_blocks, columns, snapshot.identity.created_unix_ns)

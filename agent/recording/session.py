@@ -122,6 +122,7 @@ class Session:
             clock=clock,
             interval_seconds=interval,
             runbook=settings.alert_runbook,
+            agent_name=header.host,
         )
         self._alerting.evaluator.subscribe(marks.recorder.notice_alerts)
         self._driver = driver

@@ -122,7 +122,7 @@ class DeviceList(WireModel):
     schema_: Literal["kvatlas.devices/v1"] = Field(default="kvatlas.devices/v1", alias="schema")
     now_unix: float
     age_seconds: float | None
-    nvml: str  # "ok", "off", "starting", "recording" (a replay's), "no_library", "no_driver", "no_permission", ...
+    nvml: str  # "ok", "off", "starting", "recording" (a replay of none), "no_library", "no_driver", ...
     nvml_reason: str
     driver_version: str | None
     expected_devices: int | None  # that NVML lists, readable or not

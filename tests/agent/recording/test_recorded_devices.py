@@ -73,6 +73,19 @@ def test_only_what_changed_is_written() -> None:
     assert encode_devices(plain, plain) == b"{}"
 
 
+def test_where_all_is_another_it_is_told_as_a_whole_and_stays_within_the_bound() -> None:
+    view = full_view()
+
+    def crowded(by: int) -> DevicesView:
+        crowd = tuple(NamedProcess(pid + by, pid, f"{pid + by}", f"{-pid - by}") for pid in range(by, by + 12_800))
+        return replace(view, devices=(replace(view.devices[1], processes=crowd),))
+
+    plain, _, _ = carried(crowded(0))
+    _, again, size = carried(crowded(1_000_000), plain)
+    assert describe_devices(again, CLOCK) == describe_devices(crowded(1_000_000), CLOCK)
+    assert MAX_DEVICES_BYTES * 0.9 < size <= MAX_DEVICES_BYTES
+
+
 def test_what_no_reader_would_take_is_recorded_as_such() -> None:
     crowd = tuple(NamedProcess(pid, 1, "", "x" * 15) for pid in range(30_000))
     view = full_view()

@@ -72,6 +72,14 @@ def test_at_twenty_instants_every_answer_of_a_replay_is_the_live_one(recorded: R
     assert compare(recorded, recorded.path) == []
 
 
+def test_on_another_machine_alerts_are_still_of_the_recorded_one(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.alerting.service.socket.gethostname", lambda: "elsewhere")
+    assert "device-lost" in {one["rule"] for one in recorded.answers("/v1/alerts")[9]["open"]}
+    assert compare(recorded, recorded.path, COMPARED[9:10]) == []
+
+
 def test_the_traffic_that_is_compared_has_everything_in_it(recorded: Recorded) -> None:
     """A comparison of empty answers would prove nothing."""
     instants = list(recorded.live.values())
