@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from agent import wire
 from agent.wire import alerts as wire_alerts
 from agent.wire import blackbox as wire_blackbox
+from agent.wire import compaction as wire_compaction
 from agent.wire import devices as wire_devices
 from agent.wire import history as wire_history
 from agent.wire import plan as wire_plan
@@ -164,7 +165,7 @@ class AgentClient:
 
     def compaction(
         self, id: str, *, plan: bool = False, target: float | None = None, max_moves: int | None = None
-    ) -> wire.CompactionState:
+    ) -> wire_compaction.CompactionState:
         """The policy's state; with `plan`, also what a run would move. The engine is asked how it stands."""
         query: dict[str, str | int | float] = {"plan": "true" if plan else "false"}
         if target is not None:
@@ -172,30 +173,32 @@ class AgentClient:
         if max_moves is not None:
             query["max_moves"] = max_moves
         path = _engine_path(id) + "/compaction"
-        return self._ask(wire.CompactionState, "GET", path, params=query, timeout=LOOK_SECONDS)
+        return self._ask(wire_compaction.CompactionState, "GET", path, params=query, timeout=LOOK_SECONDS)
 
-    def compact(self, id: str, order: wire.CompactionOrder | None = None) -> wire.CompactionRun:
+    def compact(self, id: str, order: wire_compaction.CompactionOrder | None = None) -> wire_compaction.CompactionRun:
         """Have a run made, and wait for its end; needs the token where the agent has one."""
-        order = order or wire.CompactionOrder()
+        order = order or wire_compaction.CompactionOrder()
         path, patience = _engine_path(id) + "/compaction", order.max_seconds + RUN_GRACE_SECONDS
-        return self._ask(wire.CompactionRun, "POST", path, json=order.model_dump(), timeout=patience)
+        return self._ask(wire_compaction.CompactionRun, "POST", path, json=order.model_dump(), timeout=patience)
 
-    def switch_moving_off(self, id: str) -> wire.CompactionSwitch:
+    def switch_moving_off(self, id: str) -> wire_compaction.CompactionSwitch:
         """The kill switch; needs the token where the agent has one."""
         path = _engine_path(id) + "/compaction"
-        return self._ask(wire.CompactionSwitch, "DELETE", path, timeout=RUN_GRACE_SECONDS)
+        return self._ask(wire_compaction.CompactionSwitch, "DELETE", path, timeout=RUN_GRACE_SECONDS)
 
-    def switch_relocation(self, id: str, on: bool) -> wire.RelocationSwitch:
+    def switch_relocation(self, id: str, on: bool) -> wire_compaction.RelocationSwitch:
         """Relocating allocation on or off; needs the token where the agent has one."""
-        order, path = wire.RelocationOrder(on=on), _engine_path(id) + "/relocation"
-        return self._ask(wire.RelocationSwitch, "POST", path, json=order.model_dump(), timeout=RUN_GRACE_SECONDS)
+        order, path = wire_compaction.RelocationOrder(on=on), _engine_path(id) + "/relocation"
+        return self._ask(
+            wire_compaction.RelocationSwitch, "POST", path, json=order.model_dump(), timeout=RUN_GRACE_SECONDS
+        )
 
-    def compactions(self, engine: str | None = None, limit: int = 100) -> wire.CompactionList:
+    def compactions(self, engine: str | None = None, limit: int = 100) -> wire_compaction.CompactionList:
         """What was decided and asked for, newest first."""
         query: dict[str, str | int | float] = {"limit": limit}
         if engine is not None:
             query["engine"] = engine
-        return self._get(wire.CompactionList, "/v1/compactions", query)
+        return self._get(wire_compaction.CompactionList, "/v1/compactions", query)
 
     def alerts(self) -> wire_alerts.AlertList:
         """Open alerts and the last ones that are over, with the mutes and how delivery stands."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from agent.wire import AuditRecord, CompactionFigures, CompactionPlan, CompactionRun, CompactionState
+from agent.wire.compaction import AuditRecord, CompactionFigures, CompactionPlan, CompactionRun, CompactionState
 from dashboard.past import moment
 from dashboard.widgets import Tile, note_html
 from dashboard.wording import NOT_KNOWN, count, duration, escape, rate, shortened, size

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from agent import wire
 from agent.compaction.audit import AuditEntry
 from agent.compaction.record import PoolStanding
 from agent.compaction.settings import DriverSettings
 from agent.sampling.model import PoolSample
+from agent.wire import compaction as wire_compaction
 from engine_shim.compaction.planning import plan_moves
 from engine_shim.control.messages import Detail, RunReply, Scalar
 
 
-def plan_of(sample: PoolSample, target: float, max_moves: int | None, standing: PoolStanding) -> wire.CompactionPlan:
+def plan_of(
+    sample: PoolSample, target: float, max_moves: int | None, standing: PoolStanding
+) -> wire_compaction.CompactionPlan:
     """What it would take to bring this sample down to `target`. Prefixes in the way are lost, unless the engine said
     that it keeps them."""
     status = standing.answer.status
@@ -22,7 +24,7 @@ def plan_of(sample: PoolSample, target: float, max_moves: int | None, standing: 
     plan = plan_moves(
         snapshot.states, target=target, owners=snapshot.owner, positions=snapshot.position, max_moves=max_moves
     )
-    return wire.CompactionPlan(
+    return wire_compaction.CompactionPlan(
         target=target,
         moves=len(plan.moves),
         bytes=len(plan.moves) * sample.identity.block_bytes,
@@ -39,13 +41,13 @@ def plan_of(sample: PoolSample, target: float, max_moves: int | None, standing: 
     )
 
 
-def describe_run(id: str, reply: RunReply) -> wire.CompactionRun:
+def describe_run(id: str, reply: RunReply) -> wire_compaction.CompactionRun:
     """A run's report, or a plan's."""
     details = reply.details
     planned = reply.decision == "planned"
     predicted = _part(details, "predicted")
     after = _part(details, "after")
-    realised = wire.CompactionFigures(
+    realised = wire_compaction.CompactionFigures(
         moves=reply.moved_blocks,
         fragmentation_rate=reply.fragmentation_rate_after,
         largest_allocatable_run=reply.largest_allocatable_run_after,
@@ -53,7 +55,7 @@ def describe_run(id: str, reply: RunReply) -> wire.CompactionRun:
         cached_blocks_lost=_integer(details.get("cached_lost")),
         given_back_bytes=_integer(details.get("given_back_bytes")),
     )
-    expected = wire.CompactionFigures(
+    expected = wire_compaction.CompactionFigures(
         moves=reply.planned_moves,
         fragmentation_rate=reply.fragmentation_rate_after if planned else _rate(predicted.get("fragmentation")),
         largest_allocatable_run=(
@@ -63,7 +65,7 @@ def describe_run(id: str, reply: RunReply) -> wire.CompactionRun:
         cached_blocks_lost=_integer(details.get("cached_lost" if planned else "cached_lost_predicted")),
         given_back_bytes=_integer(details.get("given_back_bytes_predicted")),
     )
-    nothing = wire.CompactionFigures(
+    nothing = wire_compaction.CompactionFigures(
         moves=0,
         fragmentation_rate=reply.fragmentation_rate_before,
         largest_allocatable_run=reply.largest_allocatable_run_before,
@@ -71,7 +73,7 @@ def describe_run(id: str, reply: RunReply) -> wire.CompactionRun:
         cached_blocks_lost=0,
         given_back_bytes=None,
     )
-    return wire.CompactionRun(
+    return wire_compaction.CompactionRun(
         id=id,
         decision=reply.decision,
         reason=reply.reason,
@@ -89,13 +91,13 @@ def describe_run(id: str, reply: RunReply) -> wire.CompactionRun:
 
 
 def describe_standing(
-    sample: PoolSample, standing: PoolStanding, settings: DriverSettings, plan: wire.CompactionPlan | None
-) -> wire.CompactionState:
+    sample: PoolSample, standing: PoolStanding, settings: DriverSettings, plan: wire_compaction.CompactionPlan | None
+) -> wire_compaction.CompactionState:
     """The policy's state for one pool."""
     policy, state, status = settings.policy, standing.state, standing.answer.status
     last = standing.verdicts[-1] if standing.verdicts else None
     run = standing.last_run
-    return wire.CompactionState(
+    return wire_compaction.CompactionState(
         id=sample.id,
         automatic=not standing.why_not,
         automatic_reason=standing.why_not,
@@ -108,7 +110,7 @@ def describe_standing(
         running=standing.running,
         undone_runs=state.undone,
         settled=state.undone >= policy.settled_after,
-        budget=wire.CompactionBudget(
+        budget=wire_compaction.CompactionBudget(
             moved_bytes=standing.spent_bytes,
             reserved_bytes=state.reserved_bytes,
             allowance_bytes=state.allowance_bytes,
@@ -116,7 +118,7 @@ def describe_standing(
             written_share=policy.written_share,
             relocation_copies_per_block=policy.relocation_copies_per_block,
         ),
-        engine=wire.EngineMoving(
+        engine=wire_compaction.EngineMoving(
             asked=status is not None,
             moving=status.moving if status else None,
             relocation=status.relocation if status else None,
@@ -125,7 +127,7 @@ def describe_standing(
             reason=status.reason if status else standing.answer.error,
         ),
         verdicts=[
-            wire.CompactionVerdict(
+            wire_compaction.CompactionVerdict(
                 since_unix=one.since_unix,
                 decision=one.decision.name.lower(),
                 acts=one.decision.acts,
@@ -133,7 +135,7 @@ def describe_standing(
             )
             for one in reversed(standing.verdicts)
         ],
-        last_run=wire.LastCompaction(
+        last_run=wire_compaction.LastCompaction(
             ended_unix=run.ended_unix, asked_by=run.route, run=describe_run(sample.id, run.report)
         )
         if run
@@ -147,10 +149,10 @@ def describe_standing(
     )
 
 
-def audit_record(entry: AuditEntry) -> wire.AuditRecord:
+def audit_record(entry: AuditEntry) -> wire_compaction.AuditRecord:
     """An entry, without the numbers of processes."""
     value = entry.to_json()
-    return wire.AuditRecord(
+    return wire_compaction.AuditRecord(
         time_unix=entry.time_unix,
         route=entry.asker.route,
         access=entry.asker.access,

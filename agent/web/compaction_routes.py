@@ -7,7 +7,6 @@ from typing import Annotated
 
 from fastapi import Depends, FastAPI, Path, Query, Request, Response
 
-from agent import wire
 from agent.compaction.audit import Asker
 from agent.compaction.driver import CompactionDriver
 from agent.compaction.presenter import audit_record, describe_run, describe_standing, plan_of
@@ -16,6 +15,7 @@ from agent.sampling.model import PoolSample
 from agent.web.errors import ApiError, json_response
 from agent.web.security import WriteGuard
 from agent.web.waiting import Answer, off_the_loop
+from agent.wire import compaction as wire_compaction
 from engine_shim.control.messages import CompactRequest, ControlRequest, PlanRequest, encode_request
 from engine_shim.errors import ControlMalformed, ControlRefused, ControlTimeout, ControlUnavailable, KvatlasError
 
@@ -48,7 +48,7 @@ def add_compaction(
         access = "loopback" if guard.token is None else "token"
         return Asker(route=f"{request.method} {route}", access=access, address=address)  # type: ignore[arg-type]
 
-    @app.get(ROUTE, response_model=wire.CompactionState, tags=["compaction"])
+    @app.get(ROUTE, response_model=wire_compaction.CompactionState, tags=["compaction"])
     async def state(
         id: PoolId,
         plan: Annotated[bool, Query(description="also plan a run, from the last sample")] = False,
@@ -64,10 +64,12 @@ def add_compaction(
         made = await _off_the_loop(crew, lambda: plan_of(found, wanted, max_moves, stands)) if plan else None
         return json_response(describe_standing(found, stands, driver.settings, made))
 
-    @app.post(ROUTE, response_model=wire.CompactionRun, tags=["compaction"], dependencies=[Depends(require_writer)])
-    async def run(id: PoolId, request: Request, order: wire.CompactionOrder | None = None) -> Response:
+    @app.post(
+        ROUTE, response_model=wire_compaction.CompactionRun, tags=["compaction"], dependencies=[Depends(require_writer)]
+    )
+    async def run(id: PoolId, request: Request, order: wire_compaction.CompactionOrder | None = None) -> Response:
         """One run, answered when it has ended; with `dry_run`, what the engine would move."""
-        found, order, who = sample(id), order or wire.CompactionOrder(), asker(request)
+        found, order, who = sample(id), order or wire_compaction.CompactionOrder(), asker(request)
         wanted: ControlRequest
         if order.dry_run:
             wanted = plan = PlanRequest(target=order.target, max_moves=order.max_moves)
@@ -84,28 +86,31 @@ def add_compaction(
         return json_response(describe_run(found.id, reply))
 
     @app.delete(
-        ROUTE, response_model=wire.CompactionSwitch, tags=["compaction"], dependencies=[Depends(require_writer)]
+        ROUTE,
+        response_model=wire_compaction.CompactionSwitch,
+        tags=["compaction"],
+        dependencies=[Depends(require_writer)],
     )
     async def switch_off(id: PoolId, request: Request) -> Response:
         """The kill switch: forbids moves of live blocks and ends a run under way. `kvatlas compact --on` undoes it."""
         found, who = sample(id), asker(request)
         reply = await _off_the_loop(crew, lambda: driver.switch_off(found, who))
-        return json_response(wire.CompactionSwitch(id=found.id, moving=reply.on, reason=reply.reason))
+        return json_response(wire_compaction.CompactionSwitch(id=found.id, moving=reply.on, reason=reply.reason))
 
     @app.post(
         RELOCATION_ROUTE,
-        response_model=wire.RelocationSwitch,
+        response_model=wire_compaction.RelocationSwitch,
         tags=["compaction"],
         dependencies=[Depends(require_writer)],
     )
-    async def relocate(id: PoolId, request: Request, order: wire.RelocationOrder) -> Response:
+    async def relocate(id: PoolId, request: Request, order: wire_compaction.RelocationOrder) -> Response:
         """Switch relocating allocation on or off, where the engine was started to allow it. The policy does not switch
         it on again after it was switched off here, until the engine or the agent starts anew."""
         found, who = sample(id), asker(request, RELOCATION_ROUTE)
         reply = await _off_the_loop(crew, lambda: driver.switch_relocation(found, order.on, who))
-        return json_response(wire.RelocationSwitch(id=found.id, relocation=reply.on, reason=reply.reason))
+        return json_response(wire_compaction.RelocationSwitch(id=found.id, relocation=reply.on, reason=reply.reason))
 
-    @app.get("/v1/compactions", response_model=wire.CompactionList, tags=["compaction"])
+    @app.get("/v1/compactions", response_model=wire_compaction.CompactionList, tags=["compaction"])
     async def compactions(
         engine: Annotated[str | None, Query(description="id of a pool", max_length=512)] = None,
         limit: Annotated[int, Query(ge=1, le=MAX_ENTRIES)] = 100,
@@ -113,7 +118,7 @@ def add_compaction(
         """What was decided and asked for, and what came of it, newest first."""
         wanted = engine and known_as(engine)
         entries = [audit_record(entry) for entry in driver.audit.recent(limit, wanted or None)]
-        return json_response(wire.CompactionList(unwritten=driver.audit.unwritten_entries, entries=entries))
+        return json_response(wire_compaction.CompactionList(unwritten=driver.audit.unwritten_entries, entries=entries))
 
 
 def _check(request: ControlRequest) -> None:

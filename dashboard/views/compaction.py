@@ -8,8 +8,8 @@ from typing import Any
 
 import streamlit as st
 
-from agent import wire
 from agent.client import AgentClient, AgentRefused
+from agent.wire import compaction as wire_compaction
 from dashboard import compaction_table, conditions, exports, jobs, operator_token, widgets
 from dashboard.context import Context, ask, show_condition
 from dashboard.local_page import goes_without_token
@@ -92,11 +92,11 @@ def _job(pool: str) -> None:
         else:
             what = f"Whether that was done is not known: {source().reason(job.error)}"
             show_condition(conditions.Condition("error", what, "Look at the state before you ask again."))
-    elif isinstance(job.answer, wire.CompactionRun):
+    elif isinstance(job.answer, wire_compaction.CompactionRun):
         st.html(widgets.heading_html(job.what) + compaction_table.run_html(job.answer))
-    elif isinstance(job.answer, wire.CompactionSwitch):
+    elif isinstance(job.answer, wire_compaction.CompactionSwitch):
         st.success(f"Moves of live blocks are {'on' if job.answer.moving else 'off'} in the engine.")
-    elif isinstance(job.answer, wire.RelocationSwitch):
+    elif isinstance(job.answer, wire_compaction.RelocationSwitch):
         st.success(f"Relocating allocation is {'on' if job.answer.relocation else 'off'} in the engine.")
 
 
@@ -115,9 +115,9 @@ def _start(context: Context, pool: str, what: str, call: Callable[[AgentClient],
     st.session_state[_STARTED] = True
 
 
-def _order(*, dry_run: bool = False) -> wire.CompactionOrder:
+def _order(*, dry_run: bool = False) -> wire_compaction.CompactionOrder:
     """As the form says."""
-    return wire.CompactionOrder(
+    return wire_compaction.CompactionOrder(
         target=st.session_state[_TARGET],
         max_moves=int(st.session_state[_MOST]) or None,
         max_seconds=RUN_SECONDS,

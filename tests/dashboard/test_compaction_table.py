@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from agent import wire
+from agent.wire import compaction as wire_compaction
 from dashboard import compaction_table
 
 BAD = "<script>alert(1)</script>"
 
 
-def state(**changes: Any) -> wire.CompactionState:
+def state(**changes: Any) -> wire_compaction.CompactionState:
     values: dict[str, Any] = {
         "id": "pool",
         "automatic": True,
@@ -27,7 +27,7 @@ def state(**changes: Any) -> wire.CompactionState:
         "running": False,
         "undone_runs": 2,
         "settled": False,
-        "budget": wire.CompactionBudget(
+        "budget": wire_compaction.CompactionBudget(
             moved_bytes=3 << 20,
             reserved_bytes=0,
             allowance_bytes=8 << 20,
@@ -35,9 +35,13 @@ def state(**changes: Any) -> wire.CompactionState:
             written_share=0.01,
             relocation_copies_per_block=2.0,
         ),
-        "engine": wire.EngineMoving(asked=True, moving=True, relocation=None, running=False, policy="vllm", reason=""),
+        "engine": wire_compaction.EngineMoving(
+            asked=True, moving=True, relocation=None, running=False, policy="vllm", reason=""
+        ),
         "verdicts": [
-            wire.CompactionVerdict(since_unix=1_700_000_000 + i, decision="hold_backoff", acts=False, reason=f"no. {i}")
+            wire_compaction.CompactionVerdict(
+                since_unix=1_700_000_000 + i, decision="hold_backoff", acts=False, reason=f"no. {i}"
+            )
             for i in range(20, 0, -1)
         ],
         "last_run": None,
@@ -46,10 +50,10 @@ def state(**changes: Any) -> wire.CompactionState:
         "undone_reason": "F was back",
         "consumers": ["transfer"],
     }
-    return wire.CompactionState(**(values | changes))
+    return wire_compaction.CompactionState(**(values | changes))
 
 
-def entry(**changes: Any) -> wire.AuditRecord:
+def entry(**changes: Any) -> wire_compaction.AuditRecord:
     values: dict[str, Any] = {
         "time_unix": 1_700_000_000.0,
         "route": "POST /v1/engines/{id}/compaction",
@@ -79,10 +83,10 @@ def entry(**changes: Any) -> wire.AuditRecord:
             },
         },
     }
-    return wire.AuditRecord(**(values | changes))
+    return wire_compaction.AuditRecord(**(values | changes))
 
 
-def tile(shown: wire.CompactionState, label: str) -> tuple[str, str]:
+def tile(shown: wire_compaction.CompactionState, label: str) -> tuple[str, str]:
     found = next(one for one in compaction_table.tiles_of(shown) if one.label == label)
     return found.value, found.detail
 
@@ -108,7 +112,7 @@ def test_the_policy_at_one_look() -> None:
 
 def test_why_the_policy_does_not_act_is_said_once() -> None:
     why = "the setting compaction is off"
-    verdict = wire.CompactionVerdict(since_unix=1_700_000_000, decision="hold_off", acts=False, reason=why)
+    verdict = wire_compaction.CompactionVerdict(since_unix=1_700_000_000, decision="hold_off", acts=False, reason=why)
     off = state(automatic=False, automatic_reason=why, reason=why, decision="hold_off", verdicts=[verdict])
     assert tile(off, "Acts by itself") == ("no", "why is said above")
     parts = [compaction_table.verdict_html(off), *compaction_table.notes_of(off), compaction_table.verdicts_html(off)]
@@ -159,7 +163,7 @@ def test_holds_are_not_what_was_asked_for() -> None:
 
 
 def test_a_plan_and_a_run_of_this_page() -> None:
-    plan = wire.CompactionPlan(
+    plan = wire_compaction.CompactionPlan(
         target=0.1,
         moves=12,
         bytes=12 << 20,
@@ -180,7 +184,7 @@ def test_a_plan_and_a_run_of_this_page() -> None:
     assert "out of reach" in html
     assert "cut by the limit" in html
     assert "<script" not in html
-    figures = wire.CompactionFigures(
+    figures = wire_compaction.CompactionFigures(
         moves=12,
         fragmentation_rate=0.08,
         largest_allocatable_run=200,
@@ -188,7 +192,7 @@ def test_a_plan_and_a_run_of_this_page() -> None:
         cached_blocks_lost=0,
         given_back_bytes=None,
     )
-    run = wire.CompactionRun(
+    run = wire_compaction.CompactionRun(
         id="pool",
         decision="planned",
         reason="",

@@ -20,6 +20,7 @@ from agent.history import MemoryHistory
 from agent.sampling.model import AgentView, Clock
 from agent.web.api import ApiContext, create_app
 from agent.web.security import WriteGuard
+from agent.wire import compaction as wire_compaction
 from engine_shim.control.messages import ControlRequest, MovingRequest
 from engine_shim.errors import ControlMalformed, ControlRefused, ControlTimeout, ControlUnavailable, KvatlasError
 
@@ -51,19 +52,19 @@ class World:
         self.client = serve(lambda: watch.sampler.view, watch.driver)
         self.path = f"/v1/engines/{pool.id}/compaction"
 
-    def state(self, **query: Any) -> wire.CompactionState:
+    def state(self, **query: Any) -> wire_compaction.CompactionState:
         response = self.client.get(self.path, params=query)
         assert response.status_code == 200, response.text
-        return wire.CompactionState.model_validate_json(response.content)
+        return wire_compaction.CompactionState.model_validate_json(response.content)
 
-    def run(self, **order: Any) -> wire.CompactionRun:
+    def run(self, **order: Any) -> wire_compaction.CompactionRun:
         response = self.client.post(self.path, json=order, headers=TOKEN)
         assert response.status_code == 200, response.text
-        return wire.CompactionRun.model_validate_json(response.content)
+        return wire_compaction.CompactionRun.model_validate_json(response.content)
 
-    def entries(self, **query: Any) -> list[wire.AuditRecord]:
+    def entries(self, **query: Any) -> list[wire_compaction.AuditRecord]:
         response = self.client.get("/v1/compactions", params=query)
-        return wire.CompactionList.model_validate_json(response.content).entries
+        return wire_compaction.CompactionList.model_validate_json(response.content).entries
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_a_run_on_demand(world: World) -> None:
 
 def test_the_kill_switch(world: World) -> None:
     response = world.client.delete(world.path, headers=TOKEN)
-    assert wire.CompactionSwitch.model_validate_json(response.content).moving is False
+    assert wire_compaction.CompactionSwitch.model_validate_json(response.content).moving is False
     refused = error_of(world.client.post(world.path, json={}, headers=TOKEN), 403)
     assert refused.error == "refused"
     assert "switched off" in refused.message
@@ -168,10 +169,10 @@ def test_relocation_is_switched_by_hand_and_stays_as_it_was_switched(start_pool:
     world = World(start_pool(policy="vllm", live=0.45, churn=300, relocation=True), watch(settings))
     path = f"/v1/engines/{world.pool.id}/relocation"
 
-    def switch(on: bool) -> wire.RelocationSwitch:
+    def switch(on: bool) -> wire_compaction.RelocationSwitch:
         response = world.client.post(path, json={"on": on}, headers=TOKEN)
         assert response.status_code == 200, response.text
-        return wire.RelocationSwitch.model_validate_json(response.content)
+        return wire_compaction.RelocationSwitch.model_validate_json(response.content)
 
     with world.client:
         assert world.state().engine.relocation is False
@@ -334,7 +335,7 @@ def test_through_the_client_of_a_real_agent(
         "this agent was told to leave every engine alone (setting compaction: off)",
     )
     assert state.plan is not None
-    assert client.compact(pool.id, wire.CompactionOrder(max_moves=4)).moved_blocks <= 4
+    assert client.compact(pool.id, wire_compaction.CompactionOrder(max_moves=4)).moved_blocks <= 4
     assert client.compact(pool.id).decision == "reached"
     assert not client.switch_moving_off(pool.id).moving
     assert [entry.action for entry in client.compactions(pool.id, limit=2).entries] == ["moving", "compact"]
