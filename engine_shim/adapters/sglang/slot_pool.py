@@ -19,6 +19,7 @@ from engine_shim.adapters.sglang.state_map import StateMap
 from engine_shim.layout import BlockState
 
 MOST_NOTES = 4096  # a pool whose steps nobody tells is brought up to date all the same
+MOST_WAITING = 16 * MOST_NOTES
 
 _FREE, _CACHED, _USED = int(BlockState.FREE), int(BlockState.CACHED), int(BlockState.USED)
 _RESERVED = int(BlockState.RESERVED)
@@ -55,9 +56,10 @@ class SlotPool:
         self.states: NDArray[np.uint8] = shown.states
         self._page_tokens = page_tokens
         # A byte for each slot, that of a page's first one being the page's: dividing slot numbers would cost as much as
-        # all else. Behind them is a page more, for -1, which SGLang's own tables have for no slot.
-        self._slots = shown.padded if page_tokens == 1 else np.zeros((len(self.states) + 1) * page_tokens, np.uint8)
+        # all else. Behind them lie a page that there is not, and one for -1, which SGLang's tables have for no slot.
+        self._slots = shown.padded if page_tokens == 1 else np.zeros((len(self.states) + 2) * page_tokens, np.uint8)
         self._firsts = self._slots[::page_tokens]
+        self._beyond = self._firsts[len(self.states) : -1]
         self._firsts[0] = _RESERVED
         self._copier = copier
         self._notes: deque[tuple[Note, Told, Any, Ready]] = deque()
@@ -70,6 +72,8 @@ class SlotPool:
         self._notes.append((what, told, *self._under_way(numbers)))
         if len(self._notes) >= MOST_NOTES:
             self.settle()
+            if len(self._notes) >= MOST_WAITING:
+                raise RuntimeError(f"{MOST_WAITING:,} tensors of slot numbers have not arrived on the host")
 
     def _under_way(self, numbers: Any) -> tuple[Any, Ready]:
         if numbers is None:
@@ -80,18 +84,20 @@ class SlotPool:
         return (numbers.clone(), _now) if numbers.is_cpu else copy_out(numbers)
 
     def settle(self) -> None:
-        """Bring `states` up to all that has arrived on the host, in order."""
+        """Bring `states` up to all that has arrived on the host, in order. IndexError for a page that there is not."""
         notes = self._notes
         while notes and notes[0][3]():
             what, told, host, _ = notes.popleft()
             self._apply(what, host, told)
+        if self._beyond.any():
+            raise IndexError(f"slot numbers beyond the {len(self.states) - 1:,} pages that the allocator began with")
         self._firsts[0] = _RESERVED  # on which fell what SGLang calls slot 0: padding, or no slot
         if self._page_tokens > 1:
-            self.states[:] = self._firsts[:-1]
+            self.states[:] = self._firsts[: len(self.states)]
 
     def _apply(self, what: Note, host: Any, told: Told) -> None:
         if host is None:
-            self._firsts[:] = what.state
+            self._firsts[: len(self.states)] = what.state
             return
         numbers = host.numpy()
         if self._page_tokens > 1:
@@ -104,7 +110,7 @@ class SlotPool:
 
     def adopt(self, free: NDArray[np.int64], cached: NDArray[np.int64]) -> None:
         """Begin with a pool in use: pages that are not free, and those of the tree that nobody locks."""
-        self._firsts[:] = _USED
+        self._firsts[: len(self.states)] = _USED
         self._firsts[free] = _FREE
         self._firsts[cached] = _CACHED
 

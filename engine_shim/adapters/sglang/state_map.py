@@ -37,14 +37,14 @@ _WORD = np.dtype(np.uint64)
 class StateMap:
     """One map, written by one thread. `publish` raises what goes wrong, for the adapter's guard to deal with.
 
-    `states` is what `publish` shows, (blocks,); behind it lies at least one more place, which nothing shows.
+    `states` is what `publish` shows, (blocks,); `padded` is the same with two places or more behind it.
     """
 
     def __init__(self, writer: MapWriter, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._writer = writer
         self._clock_ns = clock_ns
         shown = writer.columns["state"]
-        whole = len(shown) // layout.SEGMENT_BLOCKS + 1  # segments, with a place to spare
+        whole = (len(shown) + 1) // layout.SEGMENT_BLOCKS + 1  # segments, with two places to spare
         self._padded: NDArray[np.uint8] = np.zeros((whole, layout.SEGMENT_BLOCKS), np.uint8)
         self.padded = self._padded.reshape(-1)
         self.states = self.padded[: len(shown)]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_shim.adapters.sglang.slot_pool import MOST_NOTES, Note, SlotPool, Told
+from engine_shim.adapters.sglang.slot_pool import MOST_NOTES, MOST_WAITING, Note, SlotPool, Told
 from engine_shim.adapters.sglang.state_map import StateMap
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.allocation_map.writer import MapSpec, MapWriter
@@ -56,7 +56,8 @@ def pool_of(pages: int, tokens: int, **copier: Any) -> Iterator[tuple[SlotPool, 
         pool = SlotPool(tokens, StateMap(writer), **copier)
         pool.adopt(np.arange(1, pages + 1), np.zeros(0, np.int64))
         pool.publish(0, 0, 0)
-        yield pool, MapReader(writer.path)
+        with closing(MapReader(writer.path)) as reader:
+            yield pool, reader
 
 
 def told(pages: list[int], tokens: int, how: Told, part: int) -> torch.Tensor:
@@ -92,7 +93,7 @@ def test_the_map_is_what_the_notes_say(history: tuple[int, int, list[Any]], late
     pages, tokens, steps = history
     arrivals = Arrivals()
     model = [RESERVED] + [FREE] * pages
-    shown, counted = list(model), dict.fromkeys(COUNTERS, 0)
+    shown, counted, published = list(model), dict.fromkeys(COUNTERS, 0), 0
     with pool_of(pages, tokens, **({"copier": arrivals} if late else {})) as (pool, reader):
         for step in [*steps, "publish"]:
             if step == "clear":
@@ -109,6 +110,10 @@ def test_the_map_is_what_the_notes_say(history: tuple[int, int, list[Any]], late
                 assert snapshot.states.tolist() == shown
                 assert list(snapshot.state_counts[:5]) == [shown.count(state) for state in BlockState]
                 assert {name: snapshot.counters[name] for name in COUNTERS} == counted
+                published += 1
+                told_of = snapshot.running_requests, snapshot.waiting_requests, snapshot.counters["steps"]
+                assert told_of == (3, 2, published)
+                assert not (pool.map._writer.tables["segments"] % 2).any()
             else:
                 what, touched, how, part, padded = step
                 numbers = told(touched, tokens, how, part)
@@ -142,6 +147,43 @@ def test_a_pool_whose_steps_nobody_tells_keeps_few_notes() -> None:
             assert len(pool._notes) < MOST_NOTES
 
 
-def test_a_number_beyond_the_pool_is_a_fault_and_not_another_page() -> None:
-    with pool_of(40, 1) as (pool, _), pytest.raises(IndexError):
-        pool.note(Note.TAKE, torch.tensor([SEGMENT_BLOCKS + 1]))
+@pytest.mark.parametrize(("tokens", "slot"), [(1, 41), (1, SEGMENT_BLOCKS - 2), (16, 41 * 16), (1, 10**6), (16, 10**6)])
+def test_a_number_beyond_the_pool_is_a_fault_and_not_another_page(tokens: int, slot: int) -> None:
+    """As after SGLang's own resizing of a pool, which the map cannot follow."""
+
+    def take_and_publish(pool: SlotPool) -> None:
+        pool.note(Note.TAKE, torch.tensor([slot]), Told.NEW)
+        pool.publish(1, 0, 1)
+
+    with pool_of(40, tokens) as (pool, _), pytest.raises(IndexError):
+        take_and_publish(pool)
+
+
+@pytest.mark.parametrize("pages", [SEGMENT_BLOCKS - 2, SEGMENT_BLOCKS - 1, SEGMENT_BLOCKS])
+def test_the_page_behind_the_last_is_none_at_any_size(pages: int) -> None:
+    with pool_of(pages, 1) as (pool, reader):
+        pool.note(Note.TAKE, torch.tensor([pages, -1]))
+        pool.publish(1, 0, 1)
+        assert np.flatnonzero(reader.read().states == USED).tolist() == [pages]
+        pool.note(Note.TAKE, torch.tensor([pages + 1]))
+        with pytest.raises(IndexError):
+            pool.publish(1, 0, 1)
+
+
+def test_what_waits_behind_others_is_as_it_was_when_it_was_noted() -> None:
+    with pool_of(40, 1) as (pool, reader):
+        pool._notes.append((Note.LOCK, Told.SLOTS, torch.tensor([9]), lambda: True))
+        numbers = torch.tensor([5])
+        pool.note(Note.TAKE, numbers)
+        numbers.fill_(6)
+        pool.publish(1, 0, 1)
+        assert np.flatnonzero(reader.read().states == USED).tolist() == [5, 9]
+
+
+def test_numbers_that_never_arrive_are_a_fault_in_the_end() -> None:
+    with pool_of(40, 1, copier=lambda numbers: (numbers, lambda: False)) as (pool, _):
+        one = torch.tensor([5])
+        for _ in range(MOST_WAITING - 1):
+            pool.note(Note.TAKE, one)
+        with pytest.raises(RuntimeError, match="have not arrived"):
+            pool.note(Note.TAKE, one)
