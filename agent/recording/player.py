@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -14,9 +15,11 @@ from agent import wire
 from agent.config import AgentSettings
 from agent.log import EventLog
 from agent.recording.chunks import RecordingError
+from agent.recording.present import present_context
 from agent.recording.reading import Recording
 from agent.recording.session import Session
 from agent.sampling.model import NANOSECONDS
+from agent.web.api import create_app
 from agent.web.security import WriteGuard
 
 MIN_SPEED, MAX_SPEED = 0.01, 10_000.0
@@ -67,6 +70,7 @@ class Player:
         self._pace = _Pace(self._within(start_ns), monotonic(), speed, paused)
         self._next_ns = self._pace.at_ns  # the time line waits there for the sample to be taken
         self._session = self._open(self._pace.at_ns)
+        self._app = create_app(present_context(lambda: self._session.context))
         self._next_ns = self._due_ns()
         self._pace.since = monotonic()
         self._thread = threading.Thread(target=self.run, name="replay", daemon=True)
@@ -89,7 +93,7 @@ class Player:
                 message = {**message, "headers": [*message.get("headers", ()), (REPLAY_HEADER, self._name)]}
             await send(message)
 
-        await self._session.app(scope, receive, marked)
+        await self._app(scope, receive, marked)
 
     @property
     def position_ns(self) -> int:
@@ -147,6 +151,8 @@ class Player:
                 self._changed.notify_all()
             if opened is not None:
                 opened.close()
+                del opened
+                gc.collect()  # a session is cycles of samples as large as the pool: not for whenever the collector runs
             return self.status()
 
     def run(self) -> None:

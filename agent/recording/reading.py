@@ -84,7 +84,7 @@ class Recording:
         self.more_gaps = self.lost_events = self.events = 0
         self.notes: list[str] = []
         self.ended = ""  # why the recording ends; "" where its recorder was killed
-        last_ns = head.time_ns
+        last_ns, told_devices = head.time_ns, True
         for place in places:
             if place.time_ns < last_ns:
                 raise RecordingError(f"{self.path} is damaged at byte {place.offset}: its time goes back")
@@ -94,6 +94,13 @@ class Recording:
                     self._bases.append(len(self._times))
                 self._times.append(place.time_ns)
                 self._offsets.append(place.offset)
+                told_devices = False
+            elif place.kind == ChunkKind.DEVICES:
+                if told_devices:  # many of them would take their time, and a recorder writes none
+                    raise RecordingError(
+                        f"{self.path} is damaged at byte {place.offset}: devices are told of once behind a sample"
+                    )
+                told_devices = True
             elif place.kind == ChunkKind.EVENTS:
                 self.events += events_in(place.size)
             elif place.kind == ChunkKind.GAP:

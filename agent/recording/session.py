@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastapi import FastAPI
-
 from agent.alerting.rule_files import load_rules
 from agent.alerting.service import Alerting
 from agent.compaction.audit import AuditLog
@@ -25,7 +23,7 @@ from agent.recording.reading import Cursor, Recording, State
 from agent.sampling.discovery import FoundMap, Scan, printable
 from agent.sampling.model import NANOSECONDS, AgentView, Clock
 from agent.sampling.sampler import Sampler
-from agent.web.api import ApiContext, create_app
+from agent.web.api import ApiContext
 from agent.web.replay_routes import Plays
 from agent.web.security import WriteGuard
 from alerts.store import Store
@@ -126,23 +124,21 @@ class Session:
         )
         self._alerting.evaluator.subscribe(marks.recorder.notice_alerts)
         self._driver = driver
-        self.app: FastAPI = create_app(
-            ApiContext(
-                view=lambda: self.sampler.view,
-                exporter=Exporter(lambda: self.sampler.view, clock=clock),
-                history=history,
-                guard=guard,
-                compaction=driver,
-                alerting=self._alerting,
-                version=__version__,
-                interval_seconds=interval,
-                threshold=settings.threshold,
-                started_unix=header.started_unix,
-                clock=clock,
-                devices=self._devices,
-                past=RecordedPast(recording, self._monotonic_ns, marks),
-                replay=replay,
-            )
+        self.context = ApiContext(
+            view=lambda: self.sampler.view,
+            exporter=Exporter(lambda: self.sampler.view, clock=clock),
+            history=history,
+            guard=guard,
+            compaction=driver,
+            alerting=self._alerting,
+            version=__version__,
+            interval_seconds=interval,
+            threshold=settings.threshold,
+            started_unix=header.started_unix,
+            clock=clock,
+            devices=self._devices,
+            past=RecordedPast(recording, self._monotonic_ns, marks),
+            replay=replay,
         )
 
     @property

@@ -42,3 +42,4 @@ def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
             work()
         finally:
             done.set()
+        del job, work, done  # while it waits for more, it keeps nothing alive

@@ -222,6 +222,19 @@ def test_a_damaged_reading_names_its_byte(start_stepping: StartStepping, tmp_pat
         recording.cursor().seek(recording.end_ns)
 
 
+def test_devices_are_told_of_once_behind_a_sample(start_stepping: StartStepping, tmp_path: Path) -> None:
+    """Each takes its time to check, and thousands of empty changes would be a small file."""
+    engine = start_stepping()
+    reader, written = MapReader(engine.path), ChunkWriter(tmp_path / "a.kvrec")
+    recorder = Recorder(reader, written, engine.id, devices=full_view)
+    with closing(reader):
+        recorder.begin()
+        written.append(ChunkKind.DEVICES, 2**62, b"{}")
+        written.finish()
+    with pytest.raises(RecordingError, match="told of once behind a sample"):
+        Recording(tmp_path / "a.kvrec")
+
+
 # ---- kvatlas record -------------------------------------------------------------------------------------------------
 
 
@@ -275,13 +288,13 @@ def test_the_command_records_the_gpus_that_change_beside_it(
     say(6 * GIB)
     engine.step(50)
     wait_until(lambda: used() == 6 * GIB, within=PATIENCE_SECONDS)
+    told = last_devices(tmp_path / "a.kvrec.part")  # a later one may be of when the engine had ended
     engine.close()
     status, out, errors = recorder.end()
     assert status == 0, errors
     facts = json.loads(out)
     assert facts["device_readings"] >= 2
     assert facts["lost_events"] == 0
-    told = last_devices(tmp_path / "a.kvrec")
     assert told is not None
     assert (told.nvml.state, told.nvml.driver_version) == (LibraryState.OK, "999.1")
     (device,) = told.devices

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from agent.recording.chunks import ChunkWriter, RecordingError
 from agent.recording.player import Player
 from agent.recording.reading import Recording
 from agent.recording.recorder import Recorder
+from agent.recording.session import Session
 from agent.sampling.model import Clock
 from agent.web.security import WriteGuard
 from engine_shim.allocation_map.reader import MapReader
@@ -379,3 +381,25 @@ def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.C
     (tmp_path / "x").write_text("hello")
     assert main(["replay", str(tmp_path / "x")]) == 1
     assert "wrong magic" in capsys.readouterr().err
+
+
+def test_a_replay_that_jumps_keeps_one_session(folder: Path) -> None:
+    """FastAPI keeps every function that it has served from: each jump would keep its samples for good."""
+    path, id = finished(folder)
+    recording = Recording(path)
+    player = Player(recording, AgentSettings(), WriteGuard(token=None, listens_on_loopback=True), paused=True)
+    steps: list[int] = []
+    sessions: weakref.WeakSet[Session] = weakref.WeakSet([player._session])
+    try:
+        with TestClient(player) as client:
+            for jump in range(6):
+                place = recording.sample_times_ns[jump]
+                player.go(position_ns=place)
+                sessions.add(player._session)
+                steps.append(client.get(f"/v1/engines/{id}").json()["counters"]["steps"])
+                assert client.get("/v1/alerts").status_code == client.get(f"/v1/engines/{id}/marks").status_code == 200
+                assert len(sessions) == 1
+        assert steps == sorted(set(steps))  # what answers is the session of the place
+    finally:
+        player.stop()
+        recording.close()

@@ -95,9 +95,8 @@ def test_time_ends_at_the_place_of_the_replay_and_shows_what_happened(world: Wor
         const spans = plot.data.filter(one => one.mode === 'lines+markers').map(one => one.x[0]);
         return [plot.layout.xaxis.range, spans]; }}"""
     (shown_from, shown_to), spans = page.evaluate(script)
-    assert shown_to / 1000 == pytest.approx(end, abs=30)  # as of the last listing, on a clock that stands still
+    assert shown_to / 1000 == pytest.approx(end, abs=100)  # as of the last listing, on a clock that stands still
     assert shown_to - shown_from == pytest.approx(120_000, abs=1)
     assert spans == [round(1000 * one.start_unix) for one in fired]
-    expect(page.get_by_text("61 frames are kept")).to_have_count(0)
     expect(page.get_by_text("60 frames are kept of this range")).to_be_visible()
     opened.check()
