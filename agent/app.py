@@ -36,7 +36,6 @@ from agent.web.gate import Gate, gate_families
 from agent.web.listening import SHUTDOWN_SECONDS, address_of, bind, end_on_signal, make_server
 from agent.web.security import SHORT_TOKEN, WriteGuard, is_loopback
 from engine_shim import __version__
-from engine_shim.allocation_map.folders import map_folders
 from engine_shim.allocation_map.reader import MapReader
 
 
@@ -56,9 +55,8 @@ def run_agent(settings: AgentSettings) -> None:
         keeper = HistoryKeeper(settings.state_dir, settings.state_max_mib * 2**20, memory, clock)
         keeper.attach()
     history = keeper.history if keeper is not None else memory
-    environment = {"KVATLAS_DIR": settings.dir} if settings.dir else None
     sampler = Sampler(
-        lambda: map_folders(environment) if environment else map_folders(),
+        settings.map_folders,
         MapReader,
         history,
         settings=replace(settings.sampler(), max_open=shares.maps),

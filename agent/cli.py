@@ -220,11 +220,9 @@ def doctor(
     """Check folders, maps, packages, port and GPU; exits with 1 where something is broken."""
     from agent.config import load_settings
     from agent.doctor import examine, to_json
-    from engine_shim.allocation_map.folders import map_folders
 
     settings = load_settings({"listen": listen} if listen else {}, file=config)
-    folders = map_folders({"KVATLAS_DIR": settings.dir}) if settings.dir else map_folders()
-    findings = examine(folders, settings)
+    findings = examine(settings.map_folders(), settings)
     if as_json:
         _print(to_json(findings))
     else:

@@ -20,6 +20,7 @@ from agent.engine_metrics.settings import EngineMetricsSettings
 from agent.history.settings import ALERT_STORE, AUDIT_LOG, HistorySettings
 from agent.sampling.judgement import Limits
 from agent.sampling.sampler import SamplerSettings
+from engine_shim.allocation_map.folders import map_folders
 from engine_shim.errors import SettingsError
 
 ENV_PREFIX = "KVATLAS_"
@@ -135,6 +136,10 @@ class AgentSettings(AlertSettings, EngineMetricsSettings, DeviceSettings, Histor
     @property
     def address(self) -> tuple[str, int]:
         return parse_address(self.listen)
+
+    def map_folders(self) -> tuple[Path, ...]:
+        """Where engines' maps are looked for, now."""
+        return map_folders({"KVATLAS_DIR": self.dir}) if self.dir else map_folders()
 
     def sampler(self) -> SamplerSettings:
         limits = Limits(stall_seconds=self.stall_seconds, stale_seconds=self.stale_seconds)

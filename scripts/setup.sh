@@ -27,7 +27,7 @@ find_python() {
     if [ -n "${PYTHON:-}" ]; then
         set -- "$PYTHON"
     else
-        set -- python3.13 python3.12 python3.11 python3
+        set -- python3.11 python3.12 python3.13 python3 # the tests run on the first
     fi
     for candidate in "$@"; do
         version_fits "$candidate" || continue
@@ -57,7 +57,7 @@ require_python() {
         [ -n "$venv_ready" ] || fail 2 "no Python 3.11 or newer with venv was found; name one: make PYTHON=/path/to/python3"
     fi
     "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 14))' ||
-        say "warning: $("$python" --version) is newer than what the pins were tried on (3.11 to 3.13)"
+        say "warning: $("$python" --version) is newer than what is checked (3.11 to 3.13)"
 }
 
 require_space() {

@@ -146,7 +146,10 @@ class Evaluator:
         self._resolved.extendleft(one for one in step.changes if one.kind is ChangeKind.RESOLVED)
         self._standing = AlertsStanding(tuple(step.states.values()), tuple(self._resolved))
         for listener in self._listeners:
-            listener(self._standing, view.taken_unix if fresh else self._clock.wall())
+            try:
+                listener(self._standing, view.taken_unix if fresh else self._clock.wall())
+            except Exception as error:  # noqa: BLE001 - the others are told all the same
+                self._log.event("a listener to alerts failed", level=logging.ERROR, error=repr(error))
         return step
 
     def counts(self) -> Mapping[tuple[str, str], int]:

@@ -199,6 +199,8 @@ def _eight_bits(pool: LivePool) -> LiveOption:
         return _out("kv-fp8", f"the map names the cache's dtype {pool.dtype or '(none)'}, whose size is not known here")
     if size == 1:
         return _out("kv-fp8", f"the cache is {pool.dtype} already")
+    if pool.block_bytes < size:
+        return _out("kv-fp8", f"the map gives {pool.block_bytes} B a block: its engine does not tell how large")
     if pool.has_states:
         return _out("kv-fp8", "states share the pool's blocks and keep their size: give the model's config to see more")
     total = pool.total_blocks * pool.block_bytes

@@ -29,7 +29,6 @@ from agent.history.writer import FILE, HistoryWriter
 from agent.sampling.discovery import FoundMap, printable, scan
 from alerts.database import DatabaseUnusable
 from engine_shim import __version__
-from engine_shim.allocation_map.folders import map_folders
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import KvatlasError, MapUnavailable, SettingsError
 from engine_shim.layout import MAJOR, MINOR
@@ -97,7 +96,7 @@ def make_bundle(engine: str | None, output: Path, settings: AgentSettings, agent
     Raises SettingsError where nothing is known of that engine, KvatlasError where the file cannot be written.
     """
     packed, now = _Bundle(), time.time()
-    folders = tuple(map_folders({"KVATLAS_DIR": settings.dir}) if settings.dir else map_folders())
+    folders = settings.map_folders()
     boxes = [] if settings.state_dir is None else _boxes(settings.state_dir, engine)
     every_map = scan(folders).maps
     maps = [one for one in every_map if engine is None or engine in (one.id, _engine_id(one))]

@@ -64,7 +64,7 @@ def record_engine(
         raise SettingsError(
             f"interval_seconds={interval_seconds:g}: give {MIN_INTERVAL_SECONDS:g} to {MAX_INTERVAL_SECONDS:g}"
         )
-    found = find_map(engine)
+    found = find_map(engine, settings.map_folders())
     reader = MapReader(found.path)
     stop = threading.Event()
 
@@ -100,12 +100,15 @@ def record_engine(
         "unavailable_samples": tally.unavailable_samples,
         "mixed_samples": tally.mixed_samples,
         "device_readings": tally.device_readings,
+        "publishes_events": not tally.silent_map,
     }
 
 
 def render(facts: dict[str, Any]) -> str:
     """The same for people."""
     lost = f"{facts['lost_events']:,} events were lost in {facts['gaps']:,} gaps" if facts["gaps"] else "no event lost"
+    if not facts["publishes_events"]:
+        lost = "states as of each sample alone, since this map publishes no events"
     return (
         f"{facts['file']}: {facts['events']:,} events and {facts['samples']:,} samples of {facts['engine']} in"
         f" {facts['bytes']:,} bytes, {lost}; {facts['ended']}"

@@ -16,7 +16,6 @@ from agent.history import MemoryHistory
 from agent.log import ROOT
 from agent.sampling.model import Clock
 from agent.sampling.sampler import Sampler
-from engine_shim.allocation_map.folders import map_folders
 from engine_shim.allocation_map.reader import MapReader
 
 FIRST_SECONDS = 1.0
@@ -34,7 +33,7 @@ class DeviceSource:
         """`folders` are looked through besides those that the agent looks through; `clock` is the recorder's."""
         seconds = settings.devices_seconds
         self._sampler = Sampler(
-            lambda: tuple(dict.fromkeys((*map_folders(), *folders))),
+            lambda: tuple(dict.fromkeys((*settings.map_folders(), *folders))),
             MapReader,
             MemoryHistory(seconds=2 * seconds, interval_seconds=seconds),  # nobody asks for it
             settings=replace(settings.sampler(), interval_seconds=seconds, max_open=share_out(raise_limit()).maps),

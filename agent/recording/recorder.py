@@ -36,6 +36,7 @@ BASE_SECONDS = 300.0
 FEWEST_POLLS = 4  # of the ring, in the time between two samples
 _WHOLE_TRIES = 5
 _LEAST_PAUSE_SECONDS = 0.01
+SILENT = "this map publishes no events: between two samples nothing is known, and it cannot be simulated"
 
 Outcome = Literal["recording", "ended", "died"]
 
@@ -63,6 +64,7 @@ class Tally:
     unavailable_samples: int = 0  # no whole snapshot could be had
     mixed_samples: int = 0  # some columns are of a later publish than the states
     device_readings: int = 0  # what was told of devices, where it was not what was told before
+    silent_map: bool = False  # blocks change and its ring has never told of any
 
 
 @dataclass(slots=True)
@@ -198,6 +200,9 @@ class Recorder:
             column[:] = actual[name]
         self._facts = facts
         self.tally.samples += 1
+        if not self.tally.silent_map and not snapshot.event_head and snapshot.counters.get("blocks_allocated", 0):
+            self.tally.silent_map = True
+            self._note(now, SILENT)
         self.tally.mixed_samples += not whole
         self._sample_due = max(self._sample_due + self.interval_seconds, now)
         self._write_devices(now)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from agent.recording.chunks import ChunkKind
+from agent.recording.chunks import ChunkKind, RecordingError
 from agent.recording.contents import NO_FACTS
 from agent.recording.reading import Recording
 from agent.recording.replica import Replica
@@ -83,7 +83,7 @@ def rerun(
 ) -> SimulationReport:
     """Run the recorded allocations once for each policy, in a pool of the recorded size or of another one.
 
-    SettingsError on values that make no sense, RecordingError where the recording is damaged.
+    SettingsError on values that make no sense, RecordingError where the recording is damaged or holds no events.
     """
     identity = recording.header.identity
     size = identity.total_blocks if blocks is None else blocks
@@ -91,6 +91,11 @@ def rerun(
         raise SettingsError(f"blocks={size}: the simulated pool has 1 to {MAX_POOL_BLOCKS:,} blocks")
     if not policies:
         raise SettingsError(f"no policy to simulate; choose from {', '.join(POLICIES)}")
+    if not recording.events:
+        raise RecordingError(
+            f"{recording.path}: holds no events, so there is nothing to run once more. An engine that stands still "
+            "makes none, and SGLang's maps publish none: record while requests are served, or simulate a trace"
+        )
     retelling = Retelling(recording)
     for _ in retelling.deeds():  # to know beforehand which contents will be looked for again
         pass

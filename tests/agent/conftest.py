@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WRITER = Path(__file__).with_name("writer_process.py")
 POOL_ENGINE = Path(__file__).with_name("pool_engine.py")
 CREATED_UNIX = 1_700_000_000
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 
 
 class Engine:

@@ -56,6 +56,7 @@ def test_eight_bits_double_the_blocks_of_the_same_bytes() -> None:
     for name in ("fp8", "fp8_e4m3", "fp8_per_token_head", "int8", "int4", "int4_group32"):
         assert options(replace(POOL, dtype=name))["kv-fp8"].why_not == f"the cache is {name} already"
     assert "is not known here" in (options(replace(POOL, dtype="int3"))["kv-fp8"].why_not or "")
+    assert "does not tell how large" in (options(replace(POOL, block_bytes=1))["kv-fp8"].why_not or "")
     assert "states share" in (options(replace(POOL, has_states=True))["kv-fp8"].why_not or "")
 
 

@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,10 @@ from agent.recording.contents import columns_of
 from agent.recording.reading import Recording
 from agent.recording.recorder import Recorder
 from agent.sampling.model import Clock
+from engine_shim.adapters.sglang.state_map import StateMap
 from engine_shim.allocation_map.reader import MapReader
+from engine_shim.allocation_map.writer import MapSpec, MapWriter
+from engine_shim.layout import BlockState
 from tests.agent.recording.conftest import PATIENCE_SECONDS, StartRecorder, StartStepping
 from tests.agent.recording.support import SteppingEngine
 
@@ -277,3 +281,26 @@ def test_a_newer_recording_is_refused_by_its_version(tmp_path: Path) -> None:
     (tmp_path / "b.kvrec").write_bytes(content)
     with pytest.raises(RecordingVersionError, match=r"version 9\.\d.*knows 1\.x"):
         Recording(tmp_path / "b.kvrec")
+
+
+def test_a_map_without_events_is_named_and_not_simulated(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As SGLang's maps are: three policies with the same numbers of nothing would read as a finding."""
+    spec = MapSpec(
+        engine_id="silent", kind="sglang", model="tiny", pool="kv", total_blocks=100, block_tokens=1, block_bytes=64,
+        dtype="float16", columns=("state",), owner_slots=1, events_per_second=1,
+    )  # fmt: skip
+    output = tmp_path / "a.kvrec"
+    with closing(MapWriter.create(spec, folder)) as writer:
+        shown = StateMap(writer)
+        shown.states[10:40] = BlockState.USED
+        shown.publish(1, 0, 1)
+        assert main(["record", str(writer.path), "-o", str(output), "--seconds", "0.1"]) == 0
+    assert "publishes no events" in capsys.readouterr().out
+    recording = Recording(output)
+    assert [note for note in recording.notes if "publishes no events" in note]
+    recording.close()
+    for flags in ([], ["--compare"], ["--sizes", "auto"]):
+        assert main(["simulate", str(output), *flags]) == 1
+        assert f"error: {output}: holds no events" in capsys.readouterr().err

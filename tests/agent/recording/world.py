@@ -51,7 +51,7 @@ rules:
     for: 1s
 """
 GUARD = WriteGuard(token=None, listens_on_loopback=True)
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 
 
 class SteadyClock:
