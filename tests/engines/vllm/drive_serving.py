@@ -124,6 +124,9 @@ def stop_the_worker(llm: Any) -> dict[str, Any]:
     reader = MapReader(path)
     identity = reader.identity
     before = wait_for(lambda: (snapshot := reader.read()).running_requests == 0 and snapshot)
+    # vLLM has begun the step after the last one already, and would wait for that before it hears of requests. Only an
+    # engine core that is idle, or begins a step, answers.
+    ask(path, StatusRequest())
     workers = children_of(identity.pid)
     worker = next(pid for pid in workers if "VLLM::Worker" in command_of(pid) or len(workers) == 1)
     served: list[Any] = []
@@ -132,13 +135,18 @@ def stop_the_worker(llm: Any) -> dict[str, Any]:
         thread = threading.Thread(target=lambda: served.extend(serve(llm)), daemon=True)
         thread.start()
         began = time.monotonic()
-        stuck = wait_for(
-            lambda: (
-                (snapshot := reader.read()).running_requests > 0
-                and time.time_ns() - snapshot.last_step_unix_ns > 2_000_000_000
-                and snapshot
+        try:
+            stuck = wait_for(
+                lambda: (
+                    (snapshot := reader.read()).running_requests > 0
+                    and time.time_ns() - snapshot.last_step_unix_ns > 2_000_000_000
+                    and snapshot
+                )
             )
-        )
+        except TimeoutError as error:
+            last, told = reader.read(), {pid: command_of(pid) for pid in workers}
+            error.add_note(f"{last.running_requests} run, steps {last.counters['steps']}, stopped {worker} of {told}")
+            raise
         seen_after = time.monotonic() - began
         beating = stuck.heartbeat_unix_ns - stuck.last_step_unix_ns
     finally:
