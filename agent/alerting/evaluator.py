@@ -145,11 +145,12 @@ class Evaluator:
         self._evaluated = now
         self._resolved.extendleft(one for one in step.changes if one.kind is ChangeKind.RESOLVED)
         self._standing = AlertsStanding(tuple(step.states.values()), tuple(self._resolved))
+        judged_unix = view.taken_unix if fresh else self._clock.wall()
         for listener in self._listeners:
             try:
-                listener(self._standing, view.taken_unix if fresh else self._clock.wall())
+                listener(self._standing, judged_unix)
             except Exception as error:  # noqa: BLE001 - the others are told all the same
-                self._log.event("a listener to alerts failed", level=logging.ERROR, error=repr(error))
+                self._log.on_change("alerting", "listener", f"{type(error).__name__}: {error}", level=logging.ERROR)
         return step
 
     def counts(self) -> Mapping[tuple[str, str], int]:

@@ -90,6 +90,9 @@ class Frame:
     states: States
 
 
+HOLD = "hold: "  # begins the text of a decision to do nothing
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """Something that happened, or was decided, at one time. `pool` is "" where it is about the agent."""

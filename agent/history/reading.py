@@ -15,7 +15,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.history.database import BUSY_SECONDS, SCHEMA, VERSION, Mark, unusable
+from agent.history.database import BUSY_SECONDS, HOLD, SCHEMA, VERSION, Mark, unusable
 from agent.history.frames import States, decode_frame
 from agent.history.model import METRICS
 from agent.history.tiers import FRAME_TIERS, RECORD, Tier
@@ -177,9 +177,9 @@ class HistoryReader:
         with self._open() as connection:
             found = connection.execute(
                 "SELECT time_ms, pool, kind, text, detail FROM marks WHERE pool IN (?, '')"
-                " AND time_ms >= ? AND time_ms < ? AND (? OR NOT (kind = 'decision' AND text LIKE 'hold: %'))"
+                " AND time_ms >= ? AND time_ms < ? AND (? OR NOT (kind = 'decision' AND text LIKE ?))"
                 " ORDER BY time_ms DESC, id DESC LIMIT ?",
-                (pool, start_unix * 1000, end_unix * 1000, holds, limit),
+                (pool, start_unix * 1000, end_unix * 1000, holds, HOLD + "%", limit),
             ).fetchall()
         return tuple(
             Mark(time_ms / 1000, name, kind, text, json.loads(detail))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from agent.history.database import Entry, Mark
+from agent.history.database import HOLD, Entry, Mark
 from agent.history.reading import MAX_MARKS_READ
 from agent.history.recorder import Recorder
 
 MAX_MARKS = 10_000
-_HOLD = "hold: "
 
 
 class ReplayMarks:
@@ -36,7 +35,7 @@ class ReplayMarks:
         found = [
             Mark(time_ms / 1000, one.pool, one.kind, one.text, one.detail)
             for time_ms, one in sorted(kept, key=lambda pair: pair[0])
-            if start_ms <= time_ms < end_ms and (holds or one.kind != "decision" or not one.text.startswith(_HOLD))
+            if start_ms <= time_ms < end_ms and (holds or one.kind != "decision" or not one.text.startswith(HOLD))
         ]
         return tuple(found[-limit:])
 

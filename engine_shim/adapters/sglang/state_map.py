@@ -17,6 +17,7 @@ from engine_shim import layout
 from engine_shim.allocation_map.writer import MapWriter
 from engine_shim.errors import MapUnavailable
 from engine_shim.layout import COUNTERS, BlockState
+from engine_shim.runs import find_runs
 
 _COUNTER = {name: index for index, name in enumerate(COUNTERS)}
 _BITS = 3  # that tell a state
@@ -69,7 +70,8 @@ class StateMap:
         began = time.thread_time_ns()
         self.padded[len(self.states) :] = 0
         # Whole segments, of which few have changed, by words and by bytes: numbers for each slot would cost ten times.
-        changed = np.flatnonzero((self._padded.view(_WORD) != self._shown.view(_WORD)).any(axis=1))
+        differs = (self._padded.view(_WORD) != self._shown.view(_WORD)).any(axis=1)
+        changed = np.flatnonzero(differs)
         after = self._padded[changed]
         turns = self._shown[changed]
         turns <<= _BITS
@@ -83,11 +85,8 @@ class StateMap:
                 gained[new] += turned
                 if counter is not None:
                     counts[counter] = counts.get(counter, 0) + turned
-        runs = [
-            slice(int(run[0]) * layout.SEGMENT_BLOCKS, (int(run[-1]) + 1) * layout.SEGMENT_BLOCKS)
-            for run in np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1)
-            if len(run)
-        ]
+        starts, lengths = (found * layout.SEGMENT_BLOCKS for found in find_runs(differs))
+        runs = [slice(start, start + length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
         live = writer.live
         now = self._clock_ns()
         segments, column = writer.tables["segments"], writer.columns["state"]
