@@ -42,6 +42,7 @@ BLOCKS = 600
 SAMPLES = 60
 COMPARED = tuple(range(SAMPLES // 20 - 1, SAMPLES, SAMPLES // 20))  # twenty instants
 DEVICES_READ = 4  # samples from one reading of devices to the next
+TAKEN_BYTES = 8 * MIB  # far more than what a kernel keeps back of its counts for each processor
 GPU = "GPU-00000000-aaaa-bbbb-cccc-000000000000"
 RULES = """
 rules:
@@ -80,12 +81,14 @@ class ChangingDevices:
     """A host of two GPUs: `set` changes what the driver says, `read` has it read, and `view` is what was read last.
 
     NVML is the agent's reader over a compiled stand-in for the driver's library, in a process of its own; host and
-    control group are this machine's. Only the engine's torch is made up: it has no GPU.
+    control group are this machine's, of which each reading takes some memory more: on a machine that does nothing else
+    the host's figures would stand still. Only the engine's torch is made up: it has no GPU.
     """
 
     def __init__(self, driver: Path, folder: Path, clock: Clock, engine_pid: int) -> None:
         self.pools = AgentView(0, 0.0, {}, (), (), 0.0)
         self._pid, self._steps = engine_pid, 0
+        self._held: list[bytes] = []
         (folder / "proc").mkdir()
         self.process = Reader(folder / "script", driver, folder, folder / "proc")
         self.set()
@@ -113,6 +116,7 @@ class ChangingDevices:
     def read(self, pools: AgentView) -> DevicesView:
         """A whole new reading, for which the clock must stand still."""
         self.pools, self._steps = pools, self._steps + 1
+        self._held.append(b"\1" * TAKEN_BYTES)  # not zeros, which take no memory until they are written
         watchers = (self._monitor._allocators, self._monitor._nvml, self._monitor._local)
         for one in watchers:
             wanted = one.rounds + 2  # one may be under way
