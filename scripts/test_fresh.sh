@@ -43,10 +43,10 @@ inside() {
     pivot_root . old-root
     umount --lazy /old-root
     status=0
-    before=$(received_mib)
-    for command in 'make test' "make demo ARGS='--seconds $SECONDS_OF_DEMO'"; do
+    for command in "make demo ARGS='--seconds $SECONDS_OF_DEMO'" 'make test'; do
         say "in the fresh root: $command"
         began=$(date +%s)
+        before=$(received_mib)
         if env -i HOME=/root PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
             sh -c "set -a; while IFS= read -r line; do export \"\$line\"; done </tmp/environment; cd $CLONE && $command" </dev/null; then
             say "in the fresh root: $command: fine after $(($(date +%s) - began)) s"
@@ -54,9 +54,9 @@ inside() {
             say "in the fresh root: $command: FAILED after $(($(date +%s) - began)) s"
             status=1
         fi
-    done
-    say "in the fresh root: received $(($(received_mib) - before)) MiB beside what this machine has for pip, \
+        say "in the fresh root: received $(($(received_mib) - before)) MiB beside what this machine has for pip, \
 $(du -sm "$CLONE/.venv" | cut -f1) MiB in the environment"
+    done
     return "$status"
 }
 
