@@ -53,7 +53,7 @@ class AgentClient:
         self._base_url, self._timeout_seconds = base_url.rstrip("/"), timeout_seconds
         # The agent is a neighbour: a proxy meant for the outside must not stand between.
         self._http = httpx.Client(headers=headers, timeout=timeout_seconds, trust_env=False)
-        self._ahead_seconds = 0.0  # of this host's clock, as of the last listing
+        self._then: tuple[float, float, float] | None = None  # of a recording: its time, this host's, seconds a second
 
     @property
     def url(self) -> str:
@@ -62,8 +62,11 @@ class AgentClient:
 
     @property
     def now_unix(self) -> float:
-        """Unix time: this host's, or where a recording is played back, as of the last listing, its own."""
-        return time.time() + self._ahead_seconds
+        """Unix time: this host's, or where a recording is played back, its own, reckoned on from the last listing."""
+        if self._then is None:
+            return time.time()
+        position, asked, speed = self._then
+        return position + (time.time() - asked) * speed
 
     def close(self) -> None:
         self._http.close()
@@ -80,8 +83,12 @@ class AgentClient:
 
     def engines(self) -> wire.EngineList:
         listing = self._get(wire.EngineList, "/v1/engines")
-        # What is now is then, where a recording is played back.
-        self._ahead_seconds = 0.0 if listing.agent.replay is None else listing.now_unix - time.time()
+        replay = listing.agent.replay
+        if replay is None:
+            self._then = None
+        else:  # what is now is then; it stands still where the replay does
+            speed = 0.0 if replay.paused or replay.at_end else replay.speed
+            self._then = listing.now_unix, time.time(), speed
         return listing
 
     def engine(self, id: str) -> wire.EngineSummary:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+WATCHED_ONLY = frozenset({"transformers", "sglang"})  # kinds of engines whose blocks no adapter of ours can move
+
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from agent.compaction.model import PolicySettings
-from engine_shim.snapshot import EngineIdentity
+from engine_shim.snapshot import WATCHED_ONLY, EngineIdentity
 
 OWN_KIND = "reference"
 
@@ -34,6 +34,8 @@ class Scope:
 
     def why_not(self, identity: EngineIdentity) -> str:
         """Why the agent leaves this engine alone; "" where it may change it."""
+        if identity.kind in WATCHED_ONLY:
+            return f"engines of kind {identity.kind!r} are watched alone: nothing of KVAtlas can move their blocks"
         if self.kinds is None or identity.kind in self.kinds or identity.engine_id in self.engines:
             return ""
         if not self.kinds and not self.engines:

@@ -158,7 +158,8 @@ def _holders(
         return [Text("No sequence is known to hold a block.", "dim")], None
     columns = (("blocks", 9), ("runs", 6), ("tokens", 9), ("size", 9), ("age", 10))
     name = max(12, width - sum(1 + wide for _, wide in columns))
-    head = Text(glyphs.fit(f"holders: {count(page.total)} sequences", name), "bold underline")
+    number = "1 sequence" if page.total == 1 else f"{count(page.total)} sequences"
+    head = Text(glyphs.fit(f"holders: {number}", name), "bold underline")
     head.append("".join(f" {label:>{wide}}" for label, wide in columns))
     rows = []
     for one in held:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,6 +63,37 @@ def test_a_refusal_keeps_its_three_parts(serve: Serve) -> None:
         client.history("a", "b", 60)
     assert (caught.value.status, caught.value.error, caught.value.action) == (400, "bad_request", "ask for another")
     assert str(caught.value) == "no such metric (ask for another)"
+
+
+REPLAY: dict[str, object] = {
+    "file": "a.kvrec", "id": "a", "recorded_from_unix": 900.0, "recorded_until_unix": 1100.0, "position_unix": 1000.0,
+    "speed": 20.0, "paused": False, "at_end": False, "recording_ended": "", "samples": 1, "events": 1, "lost_events": 0,
+    "gaps": [], "dropped": "", "notes": [], "fault": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("replay", "later"),
+    [
+        pytest.param(None, 7010.0, id="of a live engine the time is this host's"),
+        pytest.param({}, 1200.0, id="of a replay, 20 seconds in one"),
+        pytest.param({"paused": True}, 1000.0, id="paused"),
+        pytest.param({"at_end": True}, 1000.0, id="at its end"),
+    ],
+)
+def test_now_is_where_a_replay_stands(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, replay: dict[str, object] | None, later: float
+) -> None:
+    agent = {
+        "version": "1", "started_unix": 0.0, "interval_seconds": 1.0, "threshold": 0.3, "folders": [],
+        "unreadable": [], "writes_enabled": False, "replay": None if replay is None else REPLAY | replay,
+    }  # fmt: skip
+    body = {"schema": "kvatlas.engines/v1", "now_unix": 1000.0, "agent": agent, "engines": []}
+    with AgentClient(serve(200, json.dumps(body).encode())) as client:
+        monkeypatch.setattr("agent.client.time", SimpleNamespace(time=lambda: 7000.0))
+        client.engines()
+        monkeypatch.setattr("agent.client.time", SimpleNamespace(time=lambda: 7010.0))
+        assert client.now_unix == later
 
 
 NO_ADDRESSES = [

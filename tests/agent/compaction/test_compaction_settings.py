@@ -38,6 +38,12 @@ def test_whom_the_agent_may_change(theirs: EngineIdentity, text: str, ours: bool
     assert (scope.why_not(own) == "", scope.why_not(theirs) == "") == (ours, named)
 
 
+@pytest.mark.parametrize("kind", ["sglang", "transformers"])
+def test_nobody_is_told_to_name_an_engine_whose_blocks_nothing_moves(theirs: EngineIdentity, kind: str) -> None:
+    for text in ("reference", "all", "theirs"):
+        assert "watched alone" in Scope.parse(text).why_not(replace(theirs, kind=kind))
+
+
 def test_the_policy_is_set_as_it_is_documented() -> None:
     assert AgentSettings().compaction_driver() == DriverSettings(scope=Scope.parse("reference"))
     given = {
