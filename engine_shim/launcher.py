@@ -15,10 +15,11 @@ from contextlib import suppress
 from importlib import metadata
 from typing import cast
 
+from engine_shim.switches import switch
+
 DISTRIBUTIONS = ("kvatlas", "kvatlas-shim")
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")  # as the other commands take a variable that is a switch
 VERSION_HELP = """Usage: kvatlas version [OPTIONS]
 
   Say which version this is, and of the allocation map.
@@ -65,7 +66,7 @@ def _version(options: Sequence[str]) -> int:
     if unknown:
         print(f"error: version takes no {unknown[0]!r}; only --json", file=sys.stderr)
         return EXIT_USAGE
-    return print_version(as_json=bool(options) or os.environ.get("KVATLAS_JSON", "").lower() in TRUE_WORDS)
+    return print_version(as_json=bool(options) or switch(os.environ, "KVATLAS_JSON"))
 
 
 def print_version(*, as_json: bool) -> int:

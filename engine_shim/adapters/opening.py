@@ -12,6 +12,7 @@ from engine_shim.allocation_map.folders import writer_folder
 from engine_shim.allocation_map.map_observer import MapObserver
 from engine_shim.allocation_map.writer import MapSpec, MapWriter
 from engine_shim.errors import KvatlasError, MapBusy
+from engine_shim.switches import switch
 
 log = logging.getLogger("kvatlas.shim")
 
@@ -71,7 +72,7 @@ def whole_number(environment: Mapping[str, str], name: str, default: int) -> int
 
 def disabled(environment: Mapping[str, str] = os.environ) -> bool:
     """Did the operator say KVATLAS_DISABLE=1?"""
-    return environment.get("KVATLAS_DISABLE", "").strip().lower() in ("1", "true", "yes", "on")
+    return switch(environment, "KVATLAS_DISABLE")
 
 
 def engine_id(model: str, environment: Mapping[str, str]) -> str:

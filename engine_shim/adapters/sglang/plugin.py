@@ -15,6 +15,7 @@ from engine_shim.adapters.opening import disabled, name_the_speaker
 from engine_shim.adapters.sglang.attachment import Attachment
 from engine_shim.adapters.sglang.indices import Copier
 from engine_shim.adapters.sglang.shape import SUPPORTED, examine
+from engine_shim.switches import switch
 
 log = logging.getLogger("kvatlas.shim")
 
@@ -27,7 +28,7 @@ _attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 def register() -> None:
     """Watch each radix cache that is made from now on, with KVATLAS_SGLANG=1. Idempotent; never raises."""
     try:
-        if os.environ.get(SWITCH) != "1" or disabled(os.environ):
+        if not switch(os.environ, SWITCH) or disabled(os.environ):
             return
         name_the_speaker()
         from sglang.srt.mem_cache.radix_cache import RadixCache

@@ -20,6 +20,7 @@ from engine_shim.adapters.transformers.requests import RequestBook
 from engine_shim.adapters.transformers.sectors import SectorBook
 from engine_shim.adapters.transformers.tap import AllocatorTap
 from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.switches import hash_request_ids
 
 log = logging.getLogger("kvatlas.shim")
 
@@ -55,7 +56,7 @@ class Attachment:
             tier = open_map(identity.describe_sectors(spec, geometry, int(cache.bytes_per_sector)))
             self.observers = (self.observer, tier)
             self._sectors = SectorBook(geometry.sectors, geometry.reserved_sectors, tier)
-        self.book = RequestBook(self.observer, hash_ids=environment.get("KVATLAS_HASH_REQUEST_IDS") == "1")
+        self.book = RequestBook(self.observer, hash_ids=hash_request_ids(environment))
         self.book.spaces = tuple(
             BlockSpace(allocator, width, geometry.total_units // width, self.observer, self._sectors)
             for allocator, width in zip(cache.cache_allocators.values(), geometry.widths, strict=True)

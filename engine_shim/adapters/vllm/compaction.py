@@ -8,6 +8,7 @@ from typing import Any
 from engine_shim.adapters.vllm import worker_moves
 from engine_shim.adapters.vllm.allocation import unknown_shape
 from engine_shim.adapters.vllm.identity import runner_class
+from engine_shim.switches import switch
 
 NOT_ASKED = "vLLM was started without KVATLAS_VLLM_COMPACTION=1"
 
@@ -18,7 +19,7 @@ _EXECUTORS = ("UniProcExecutor", "MultiprocExecutor")
 
 def compaction_asked(environment: Mapping[str, str]) -> bool:
     """KVATLAS_VLLM_COMPACTION."""
-    return environment.get("KVATLAS_VLLM_COMPACTION", "").strip().lower() in ("1", "true", "yes", "on")
+    return switch(environment, "KVATLAS_VLLM_COMPACTION")
 
 
 def action_for(refusal: str) -> str:

@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from engine_shim.allocation_map.map_observer import MapObserver
+from engine_shim.switches import switch
 
 log = logging.getLogger("kvatlas.shim")
 
@@ -27,7 +28,7 @@ _CORE = "EngineCore"  # how vLLM calls such a process
 
 def compile_store(observer: MapObserver, environment: Mapping[str, str]) -> str:
     """Let this observer store its steps in compiled code. "" or why not; never raises."""
-    if environment.get(SETTING, "").strip().lower() in ("0", "false", "no", "off"):
+    if not switch(environment, SETTING, default=True):
         return f"{SETTING}=0"
     if "llvmlite" not in sys.modules and not multiprocessing.current_process().name.startswith(_CORE):
         return "this process is not an engine core's own"

@@ -14,6 +14,7 @@ from engine_shim.adapters.vllm.pool_tap import Place, PoolTap
 from engine_shim.adapters.vllm.requests import RequestBook
 from engine_shim.adapters.vllm.shape import Findings
 from engine_shim.allocation_map.writer import MapSpec
+from engine_shim.switches import hash_request_ids
 
 AUDIT_BLOCKS = 1024  # blocks that one audit compares, some 0.2 ms
 _MOST_HANDED = 256  # blocks a step that are given another holder's name, and looks into tables for one
@@ -67,7 +68,7 @@ class WatchedPool:
                 self.managers,
                 self.observer,
                 null=int(pool.null_block.block_id),
-                hash_ids=environment.get("KVATLAS_HASH_REQUEST_IDS") == "1",
+                hash_ids=hash_request_ids(environment),
             )
         self.audit.adopt()
         self.observer.publish()

@@ -228,7 +228,7 @@ def faults(wanted: Requests, expected: dict[str, list[int]]) -> dict[str, Any]:
 
 def hashed_ids() -> dict[str, Any]:
     shown: set[str] = set()
-    with setting("KVATLAS_HASH_REQUEST_IDS", "1"):
+    with setting("KVATLAS_HASH_REQUEST_IDS", "true"):
         one = Generation(MODELS["full"], blocks=60)
         (reader,) = one.readers()
         one.at_each_step(lambda: shown.update(entry.request_id for entry in reader.read().owners))

@@ -456,7 +456,7 @@ def slept() -> dict[str, Any]:
 
 
 def hashed_ids() -> dict[str, Any]:
-    os.environ["KVATLAS_HASH_REQUEST_IDS"] = "1"
+    os.environ["KVATLAS_HASH_REQUEST_IDS"] = "true"
     try:
         engine = Engine()
         engine.add("secret-name", list(range(3, 90)), 4)
