@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -15,6 +16,18 @@ NO_CHROMIUM = "no Chromium: apt-get install chromium, or name one in KVATLAS_CHR
 
 # Of each kind of hostile input, see tests/fuzz; those of the default are the same in each run.
 FUZZ_EXAMPLES = int(os.environ.get("KVATLAS_FUZZ_EXAMPLES") or 0)
+
+# How long one example takes says more of the machine than of what is tested. The examples differ from run to run, also
+# where Hypothesis finds itself in continuous integration; one that fails is printed so that it can be had again.
+settings.register_profile(
+    "kvatlas",
+    settings.get_profile("default"),
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("kvatlas")
 
 _not_run: list[tuple[str, str]] = []
 

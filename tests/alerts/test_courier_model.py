@@ -160,7 +160,7 @@ def play(made: World, script: list[object]) -> None:
 
 
 @given(actions, cadences)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_firing_is_told_and_ends_as_it_is(script: list[object], cadence: Cadence) -> None:
     with world(cadence) as made:
         play(made, script)
@@ -178,7 +178,7 @@ def test_every_firing_is_told_and_ends_as_it_is(script: list[object], cadence: C
 
 
 @given(st.lists(st.one_of(changes, changes, st.sampled_from([0.6, 61.0, 3601.0]), refusals, st.just("restart"))))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_was_refused_for_good_is_counted_later(script: list[object]) -> None:
     with world(Cadence()) as made:
         play(made, script)

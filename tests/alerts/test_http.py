@@ -10,7 +10,7 @@ from email.utils import formatdate
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from alerts.backoff import Backoff, TokenBucket, parse_retry_after
@@ -71,7 +71,6 @@ def test_retry_after_is_a_number_or_a_date(value: str | None, seconds: float | N
 
 
 @given(st.integers(0, 10_000), st.integers())
-@settings(deadline=None)
 def test_back_off_grows_to_its_end_and_is_never_short(attempt: int, seed: int) -> None:
     delay = Backoff(first_seconds=1.0, longest_seconds=300.0).delay(attempt, None, Random(seed))
     whole = min(300.0, 2.0 ** min(max(attempt - 1, 0), 60))
@@ -79,7 +78,6 @@ def test_back_off_grows_to_its_end_and_is_never_short(attempt: int, seed: int) -
 
 
 @given(st.floats(-1e9, 1e12), st.integers())
-@settings(deadline=None)
 def test_a_receiver_that_says_how_long_is_obeyed_within_reason(asked: float, seed: int) -> None:
     delay = Backoff().delay(5, asked, Random(seed))
     obeyed = max(0.0, min(asked, 3600.0))
@@ -87,7 +85,6 @@ def test_a_receiver_that_says_how_long_is_obeyed_within_reason(asked: float, see
 
 
 @given(st.lists(st.floats(0.0, 5.0), max_size=60), st.integers(1, 5))
-@settings(deadline=None)
 def test_the_bucket_lets_no_more_through_than_it_should(pauses: list[float], burst: int) -> None:
     now, bucket, taken = 0.0, TokenBucket(1.0, burst, now=0.0), []
     for pause in pauses:

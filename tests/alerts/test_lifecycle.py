@@ -467,7 +467,7 @@ def test_a_stored_state_that_cannot_be_read_says_so() -> None:
 READINGS = st.one_of(st.none(), st.just(math.nan), st.floats(0, 1))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(READINGS, st.sampled_from(["1", "2"]), st.booleans(), st.booleans()), max_size=40),
     st.sampled_from([0.0, 2.0]),

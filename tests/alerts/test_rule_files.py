@@ -199,7 +199,7 @@ def test_a_contradiction_with_the_base_is_named_where_the_file_makes_it() -> Non
     assert "another number" in found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, len(FULL)), st.characters()), min_size=1, max_size=6))
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(damage: Sequence[tuple[int, str]]) -> None:
     text = FULL

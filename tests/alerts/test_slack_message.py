@@ -192,7 +192,7 @@ def test_a_link_cannot_be_broken_out_of() -> None:
 
 
 @given(st.text(), st.integers(min_value=20, max_value=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_text_is_cut_to_its_escaped_length_and_is_never_empty(text: str, length: int) -> None:
     fitted = fit(text, length)
     assert 1 <= len(fitted.encode("utf-16-le")) // 2 <= length
@@ -204,7 +204,7 @@ words = st.one_of(st.text(max_size=40), st.text(alphabet="<&>😀\ud800\x00\n ",
 
 
 @given(st.lists(st.tuples(words, words, st.sampled_from(News), st.integers(0, 3)), max_size=30), words)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_slack_takes_whatever_texts_are_made_of(parts: Sequence[tuple[str, str, News, int]], rule: str) -> None:
     entries = []
     for number, (one, two, news, firings) in enumerate(parts):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.alerting.rule_files import load_rules
@@ -49,13 +49,7 @@ from engine_shim.errors import KvatlasError
 from engine_shim.workload import load_workload
 from tests.conftest import FUZZ_EXAMPLES
 
-# No deadline: a busy machine is no fault of the input.
-fuzzed = settings(
-    max_examples=FUZZ_EXAMPLES or 100,
-    derandomize=not FUZZ_EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+fuzzed = settings(max_examples=FUZZ_EXAMPLES or 100, derandomize=not FUZZ_EXAMPLES)
 Edit = tuple[str, float, bytes]
 
 # Where an edit begins, as a share of the input: the head of a file is what decides how the rest is read.

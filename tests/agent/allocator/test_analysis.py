@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.allocator.advice import releasable_bytes
@@ -28,7 +28,6 @@ def lever(found: AllocatorReport, option: str) -> Any:
     return next(one for one in found.advice if one.option == option)
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 120))
 def test_every_figure_equals_a_plain_recount(seed: int, steps: int) -> None:
     allocator = busy_allocator(seed, steps)
@@ -53,7 +52,6 @@ def test_every_figure_equals_a_plain_recount(seed: int, steps: int) -> None:
     assert [pool.private for pool in found.pools] == sorted(pool.private for pool in found.pools)
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 120))
 def test_empty_cache_gives_back_what_torch_would(seed: int, steps: int) -> None:
     allocator = busy_allocator(seed, steps)
@@ -77,7 +75,6 @@ def test_empty_cache_gives_back_what_torch_would(seed: int, steps: int) -> None:
     assert shared - sum(idle) - expandable.at_most_bytes >= live
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 60))
 def test_every_form_of_one_snapshot_says_the_same(seed: int, steps: int) -> None:
     segments = busy_allocator(seed, steps).snapshot()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.allocator.errors import SnapshotError
@@ -63,13 +63,11 @@ def flat(value: Any) -> Any:
     return value
 
 
-@settings(deadline=None)
 @given(value=values, protocol=st.integers(0, 5))
 def test_plain_values_are_read_as_pickle_reads_them(value: Any, protocol: int) -> None:
     assert load(io.BytesIO(pickle.dumps(value, protocol))) == value
 
 
-@settings(deadline=None)
 @given(value=st.binary(max_size=300), protocol=st.integers(3, 5))
 def test_bytes_are_read_where_they_are_plain(value: bytes, protocol: int) -> None:
     assert load(io.BytesIO(pickle.dumps([value, value], protocol))) == [value, value]
@@ -77,7 +75,6 @@ def test_bytes_are_read_where_they_are_plain(value: bytes, protocol: int) -> Non
         load(io.BytesIO(pickle.dumps(value, 2)))  # made by a call, in the older ones
 
 
-@settings(deadline=None)
 @given(value=values, protocol=st.integers(2, 5))
 def test_parts_that_are_passed_over_leave_the_rest_as_it_is(value: Any, protocol: int) -> None:
     """Texts and lists that stand in both are shared by way of the memo; what was passed over must not shift it."""
@@ -154,14 +151,12 @@ def test_every_opcode_that_pickle_knows_is_read_or_refused(opcode: Any) -> None:
                 load(io.BytesIO(before + opcode.code.encode("latin-1") + after), skip=SKIP)
 
 
-@settings(deadline=None)
 @given(data=st.binary(max_size=200), protocol=st.sampled_from([b"", b"\x80\x02", b"\x80\x04"]))
 def test_any_bytes_are_read_or_refused(data: bytes, protocol: bytes) -> None:
     with suppress(SnapshotError):
         load(io.BytesIO(protocol + data), skip=SKIP)
 
 
-@settings(deadline=None)
 @given(value=values, at=st.floats(0, 1), protocol=st.integers(2, 5))
 def test_a_pickle_that_is_cut_short_is_told_from_a_whole_one(value: Any, at: float, protocol: int) -> None:
     whole = pickle.dumps({"frames": [value], "segments": value}, protocol)

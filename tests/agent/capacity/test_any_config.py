@@ -39,7 +39,7 @@ odd_values = st.one_of(
     st.lists(st.one_of(st.integers(-1, 9), st.text(max_size=4), st.none()), max_size=5),
     st.dictionaries(st.sampled_from(FIELDS), st.integers(-2, 64), max_size=3),
 )
-quick = settings(max_examples=300, deadline=None)
+quick = settings(max_examples=300)
 
 
 def plan_or_refuse(config: dict[str, Any]) -> None:

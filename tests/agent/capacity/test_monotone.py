@@ -19,7 +19,7 @@ from tests.agent.capacity.test_known_models import NAMES
 GIB = 1 << 30
 Read = Callable[..., ModelGeometry]
 MODELS = [name for name in NAMES if name != "Encoder-only-BERT"]
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 deployments = st.builds(
     Deployment,

@@ -388,7 +388,7 @@ def overspends(policy: CompactionPolicy, seed: int) -> bool:
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_history_takes_live_moves_over_their_budget(seed: int) -> None:
     assert not overspends(CompactionPolicy(RULES), seed)
 

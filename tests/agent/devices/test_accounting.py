@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.devices.accounting import EngineClaim, OtherClaim, attribute, find_uuid
@@ -24,7 +24,6 @@ NOBODY = OtherClaim(0, 0, 0)
 sizes = st.integers(0, 2**40)
 
 
-@settings(deadline=None)
 @given(
     total=sizes,
     free=sizes,

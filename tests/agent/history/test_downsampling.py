@@ -44,7 +44,7 @@ def agrees(rows: Rows, wanted: dict[int, list[float]]) -> bool:
     return True
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps)
 def test_each_tier_is_the_list_cut_into_its_buckets(given_steps: list[tuple[float, float | None, str]]) -> None:
     now, samples = 1_700_000_000.0, []

@@ -41,7 +41,7 @@ from tests.agent.recording.support import SteppingEngine
 
 BLOCKS = 64
 MANY = settings(
-    derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40
+    derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40
 )
 Chunk = tuple[int, int, bytes]  # kind, time, payload
 

@@ -120,7 +120,7 @@ def test_names_from_outside_control_nothing(engine: Make, alert: Make, look: Mak
     assert any(not one.isascii() for one in text_of(found))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(width=st.integers(1, 200), height=st.integers(1, 70), pools=st.integers(0, 30), firing=st.integers(0, 12))
 def test_any_size(width: int, height: int, pools: int, firing: int, engine: Make, alert: Make, look: Make) -> None:
     engines = [engine(f"engine-{at:02}-日本") for at in range(pools)]

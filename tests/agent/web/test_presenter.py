@@ -53,7 +53,7 @@ pools = st.lists(
 
 
 # The fixture is a function without state.
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(pools, st.integers(1, 64))
 def test_cells_equal_their_blocks(make_snapshot: Make, pool: list[tuple[int, int, int, int]], cells: int) -> None:
     states, references, owners, touched = (list(column) for column in zip(*pool, strict=True))

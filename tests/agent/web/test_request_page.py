@@ -65,7 +65,7 @@ blocks = st.lists(
 
 
 # The fixture is a function without state.
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(blocks, st.sampled_from(get_args(wire.RequestOrder)), st.booleans())
 def test_the_page_equals_its_blocks(
     make_snapshot: Make, pool: list[tuple[int, ...]], sort: wire.RequestOrder, ascending: bool

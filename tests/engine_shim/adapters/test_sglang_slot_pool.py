@@ -87,7 +87,7 @@ def histories(draw: st.DrawFn) -> tuple[int, int, list[Any]]:
     return pages, tokens, draw(st.lists(st.one_of(note, note, note, st.sampled_from(["clear", "publish"]))))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(history=histories(), late=st.integers(0, 3))
 def test_the_map_is_what_the_notes_say(history: tuple[int, int, list[Any]], late: int) -> None:
     pages, tokens, steps = history

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_shim.adapters.vllm.block_copies import StepCopies
@@ -10,7 +10,6 @@ from engine_shim.adapters.vllm.block_copies import StepCopies
 BLOCKS = 8
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_each_block_ends_with_what_was_promised(data: st.DataObject) -> None:
     """Contents move, change places and are handed out in any order; `wanted` says by which block each is known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_shim.adapters.vllm.placement import EMPTY, PREFIX, TAKEN, Placement
@@ -55,7 +55,6 @@ def test_asking_for_lower_places_takes_none() -> None:
     assert placement.choose_lower([9], 9, 100, {9}) == first
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.text("ox.", min_size=1, max_size=60), st.data())
 def test_what_is_chosen_was_allocatable_and_within_the_budget(marks: str, data: st.DataObject) -> None:
     allocatable = [block for block, mark in enumerate(marks) if mark != "."]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_shim.allocation_map import journal
@@ -27,7 +27,6 @@ def as_arrays(elements: list[tuple[int, bool, int, int]]) -> tuple[np.ndarray, .
     return blocks.astype(np.int64), setter, value.astype(np.int64), added.astype(np.int64)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ELEMENTS)
 def test_previous_is_the_last_earlier_setter_of_the_block(elements: list[tuple[int, bool, int, int]]) -> None:
     blocks, setter, value, _ = as_arrays(elements)
@@ -42,7 +41,6 @@ def test_previous_is_the_last_earlier_setter_of_the_block(elements: list[tuple[i
     assert got.tolist() == expected
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ELEMENTS)
 def test_running_adds_on_top_of_the_last_setter(elements: list[tuple[int, bool, int, int]]) -> None:
     blocks, setter, value, added = as_arrays(elements)
@@ -69,7 +67,6 @@ def runs_of(batch: journal.Batch) -> journal.Runs:
     return journal.event_runs(batch) or alone
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=12), min_size=1, max_size=6))
 def test_event_runs_spell_the_same_blocks_in_the_same_order(lists: list[list[int]]) -> None:
     entries = [(int(EventKind.ALLOCATE), blocks, number, 0) for number, blocks in enumerate(lists)]

@@ -133,7 +133,7 @@ def test_missing_folders_links_and_pipes_are_not_opened(tmp_path: Path, a_map: P
         MapReader(tmp_path / "pipe.kvmap")
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_damage_to_the_head_of_a_map_is_refused_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "damaged.kvmap"

@@ -188,9 +188,7 @@ def as_it_is(function: object) -> object:
 
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["in bulk", "block by block"])
-@settings(
-    max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=STEPS)
 def test_the_map_says_what_a_plain_model_says(
     tmp_path: Path, one_by_one: bool, steps: list[tuple[str, list[int], int]]
@@ -252,9 +250,7 @@ def told(observer: MapObserver) -> dict[str, object]:
     }
 
 
-@settings(
-    max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=STEPS, ticks=st.lists(st.integers(-(10**9), 10**11), min_size=40, max_size=40))
 def test_block_by_block_a_step_is_stored_as_in_bulk(
     tmp_path: Path, steps: list[tuple[str, list[int], int]], ticks: list[int]

@@ -209,7 +209,7 @@ def test_a_number_too_wide_for_a_byte_is_unknown() -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_owners_change_destinations_and_never_the_number_of_moves(data: st.DataObject) -> None:
     states = data.draw(st.lists(st.sampled_from([FREE, FREE, CACHED, USED, USED, PINNED, RESERVED]), max_size=120))
     owners = data.draw(st.lists(st.integers(0, 4), min_size=len(states), max_size=len(states)))

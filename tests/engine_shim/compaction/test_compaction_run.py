@@ -841,7 +841,7 @@ def test_an_abandoned_destination_does_not_stay_findable() -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(0.05, 0.9), st.floats(0, 0.3), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_traffic_between_steps_keeps_every_content(
     seed: int, live: float, share: float, data: st.DataObject
 ) -> None:

@@ -129,7 +129,7 @@ def line(**message: Any) -> bytes:
 
 
 @given(requests)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_requests_come_back_as_they_were(request: ControlRequest) -> None:
     encoded = encode_request(request)
     assert encoded.endswith(b"\n")
@@ -138,7 +138,7 @@ def test_requests_come_back_as_they_were(request: ControlRequest) -> None:
 
 
 @given(replies)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_replies_come_back_as_they_were(reply: ControlReply) -> None:
     encoded = encode_reply(reply)
     assert encoded.count(b"\n") == 1
@@ -262,7 +262,7 @@ def test_a_later_version_may_say_more_in_a_reply() -> None:
     | st.text(max_size=100).map(str.encode)
     | st.builds(lambda value: json.dumps(value).encode(), values)
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_bytes_raise_anything_else(data: bytes) -> None:
     for parse in (parse_request, parse_reply):
         with pytest.raises(ControlMalformed):
@@ -275,7 +275,7 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
         st.sampled_from(["target", "max_moves", "on", "max_seconds", "verify", "max_step_seconds"]), values
     ),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_request_is_valid_or_refused_by_field(op: str, members: dict[str, Any]) -> None:
     data = json.dumps({"schema": SCHEMA, "op": op, **members}).encode()
     refused_field = None

@@ -314,7 +314,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert pool.num_used == len(set(referenced) - model.pinned)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestPoolAgainstModel = PoolMachine.TestCase
 
 

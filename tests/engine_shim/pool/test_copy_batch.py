@@ -18,7 +18,7 @@ def copied(memory: list[int], copies: list[tuple[int, int]]) -> list[int]:
     return after
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_a_batch_is_what_copying_at_once_is(data: st.DataObject) -> None:
     """But for new blocks, which nobody reads before they are written."""

@@ -14,7 +14,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(STEPS)
 def test_equals_a_plain_list(steps: list[tuple[str, int, int]]) -> None:
     order, plain = EvictionOrder(), list[int]()

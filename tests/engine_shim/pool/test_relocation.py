@@ -244,7 +244,7 @@ class RelocationMachine(RuleBasedStateMachine):
             assert [self.memory.held[block] for block in blocks] == contents
 
 
-RelocationMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+RelocationMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50)
 TestRelocationAgainstStock = RelocationMachine.TestCase
 
 

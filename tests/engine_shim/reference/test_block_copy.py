@@ -61,7 +61,7 @@ def test_all_are_read_before_any_is_written(device: str, pairs: list[tuple[int, 
     assert cache.copied_blocks == len(pairs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.permutations(range(BLOCKS)), st.integers(1, BLOCKS), st.integers(0, 2**32 - 1))
 def test_any_copies_in_any_memory(order: list[int], count: int, seed: int) -> None:
     """The way that devices take, on the CPU, with room for two blocks at once; and the host's own."""

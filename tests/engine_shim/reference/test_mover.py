@@ -596,7 +596,7 @@ def test_a_run_that_cannot_be_planned_or_reported_on_ends_and_the_engine_goes_on
     check_pool(engine)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_traffic_between_steps(data: st.DataObject) -> None:
     """Hypothesis chooses arrivals, forks, ends and preemptions between steps of a run; all is checked after each."""

@@ -57,7 +57,7 @@ def test_a_vector_takes_codes_and_scales(name: str, bytes_of_64: int) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_error_is_half_a_step_at_most(name: str, data: st.DataObject) -> None:
     exponent = data.draw(st.integers(-12, 8))
