@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,7 +43,8 @@ class Target(Protocol):
 
 
 class FolderTarget:
-    """One file a sequence; only the newest `keep` stay, so that a long run does not fill the disk."""
+    """One file a sequence; only the newest `keep` stay, so that a long run does not fill the disk, and none that is
+    half written."""
 
     def __init__(self, folder: Path, keep: int = 8) -> None:
         try:
@@ -51,16 +52,25 @@ class FolderTarget:
         except OSError as error:
             raise SettingsError(f"transfer folder {folder} cannot be made: {error.strerror or error}") from error
         self._folder = folder
-        self._kept: deque[Path] = deque()
+        self._kept: dict[Path, None] = {}  # the oldest first
         self._keep = keep
 
     def open(self, request_id: str) -> Iterator[BinaryIO]:
         path = self._folder / f"{request_id.replace('/', '_')}.kv"
-        with path.open("wb") as stream:
-            yield stream
-        self._kept.append(path)
+        stream = path.open("wb")
+        try:
+            with stream:  # whose end writes what is left, and may find the disk full
+                yield stream
+        except BaseException:
+            self._kept.pop(path, None)
+            path.unlink(missing_ok=True)
+            raise
+        self._kept.pop(path, None)  # a request that comes again has the newest file
+        self._kept[path] = None
         while len(self._kept) > self._keep:
-            self._kept.popleft().unlink(missing_ok=True)
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            oldest.unlink(missing_ok=True)
 
 
 class PeerTarget:

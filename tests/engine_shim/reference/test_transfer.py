@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from engine_shim.layout import BlockState
 from engine_shim.reference.engine import Engine, Pace
 from engine_shim.reference.sequence import sequence_of
-from engine_shim.reference.transfer import receive
+from engine_shim.reference.transfer import FolderTarget, receive
 from engine_shim.workload import TraceRequest
 
 EngineMaker = Callable[..., Engine]
@@ -135,6 +136,44 @@ def test_closing_breaks_a_slow_transfer_off(make_engine: EngineMaker, tmp_path: 
     engine.close()
     assert engine.report().transfers.failed == 2
     assert engine.pool.num_pinned == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_keeps_no_file(make_engine: EngineMaker, tmp_path: Path) -> None:
+    engine = make_engine(transfer_folder=tmp_path, transfer_pinned_share=1.0)
+    for index in range(12):
+        (tmp_path / f"{index}.kv").symlink_to("/dev/full")
+        until_finished(engine, TraceRequest(index, 0.0, 30, 3))
+    drain(engine)
+    assert engine.report().transfers.failed == 12
+    assert engine.pool.num_pinned == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("reason", [OSError("the engine is shutting down"), KeyboardInterrupt()])
+def test_a_file_that_is_broken_off_is_removed(tmp_path: Path, reason: BaseException) -> None:
+    target = FolderTarget(tmp_path, keep=2)
+
+    def break_off(request_id: str) -> None:
+        with contextmanager(target.open)(request_id) as stream:
+            stream.write(b"half")
+            stream.flush()
+            raise reason
+
+    with contextmanager(target.open)("whole") as stream:
+        stream.write(b"whole")
+    for number in range(20):
+        with pytest.raises(type(reason)):
+            break_off(str(number))
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.kv"]
+
+
+def test_a_request_that_comes_again_has_one_file_the_newest(tmp_path: Path) -> None:
+    target = FolderTarget(tmp_path, keep=2)
+    for request_id in ("0", "1", "0", "2"):
+        with contextmanager(target.open)(request_id) as stream:
+            stream.write(b"kv")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.kv", "2.kv"]
 
 
 def test_only_the_newest_files_are_kept(make_engine: EngineMaker, serve: Server, tmp_path: Path) -> None:
