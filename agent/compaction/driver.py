@@ -22,7 +22,7 @@ from agent.compaction.settings import DriverSettings
 from agent.compaction.tally import Tally
 from agent.log import EventLog
 from agent.sampling.crew import Crew
-from agent.sampling.model import EMPTY_VIEW, AgentView, Clock, PoolSample
+from agent.sampling.model import EMPTY_VIEW, NANOSECONDS, AgentView, Clock, PoolSample
 from engine_shim.compaction.planning import plan_moves
 from engine_shim.control.messages import CompactRequest, PlanRequest, RunReply, SwitchReply
 from engine_shim.errors import ControlRefused, KvatlasError
@@ -100,7 +100,9 @@ class CompactionDriver:
         policy = self._off if why_not else self._policy
         now, now_unix = self._clock.monotonic(), self._clock.wall()
         with self._lock:
-            # What was published before the end of a run says nothing about what the run left.
+            # What was published before the end of a run says nothing about what the run left. Of a clock that was set
+            # back since, that end would be in the future.
+            pool.not_before_ns = min(pool.not_before_ns, int(now_unix * NANOSECONDS))
             if pool.asking or known_ns(sample) <= pool.not_before_ns or not self._crew.free:
                 return
             seen, state = pool.observe(sample, self.settings.consumers, POLICY.route), pool.state
@@ -145,7 +147,11 @@ class CompactionDriver:
                     "compaction request", pool.id, f"{type(error).__name__}: {error}", level=logging.ERROR
                 )
 
-        self._crew.start(work, "compaction-request")
+        if not self._crew.start(work, "compaction-request"):
+            with self._lock:  # as if it had not been decided: the next sample decides anew
+                pool.asking = False
+                if pool.runner == POLICY.route:
+                    pool.runner, pool.state = "", self._policy.not_begun(pool.state, self._clock.monotonic())
 
     def _record_of(self, sample: PoolSample) -> PoolRecord:
         """The record of a pool; of an engine that started anew only its counts go on."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+
+_log = logging.getLogger("kvatlas.agent")
 
 
 class Crew:
@@ -23,12 +26,18 @@ class Crew:
         return self._at_work < self._size
 
     def start(self, work: Callable[[], None], name: str) -> bool:
-        """Do it on a thread; False, and nothing done, where all are at work. `work` must not raise."""
+        """Do it on a thread; False, and nothing done, where all are at work or the process may start no thread for now.
+        `work` must not raise."""
         with self._changed:
             if self._at_work >= self._size:
                 return False
             self._at_work += 1
-        threading.Thread(target=self._do, args=(work,), name=name, daemon=True).start()
+        try:
+            threading.Thread(target=self._do, args=(work,), name=name, daemon=True).start()
+        except (RuntimeError, MemoryError) as error:  # the limit of processes is shared with the engine's
+            _log.warning("%s: no thread could be started: %s; raise the limit of processes (pids.max)", name, error)
+            self._left()
+            return False
         return True
 
     def wait_idle(self, timeout_seconds: float) -> bool:
@@ -40,6 +49,9 @@ class Crew:
         try:
             work()
         finally:
-            with self._changed:
-                self._at_work -= 1
-                self._changed.notify_all()
+            self._left()
+
+    def _left(self) -> None:
+        with self._changed:
+            self._at_work -= 1
+            self._changed.notify_all()

@@ -17,10 +17,14 @@ class Deputy:
         self._jobs: queue.SimpleQueue[_Job | None] | None = None
 
     def do(self, work: Callable[[], None], timeout_seconds: float) -> bool:
-        """Was `work` done in time? Where not, it goes on by itself for as long as it takes. It must not raise."""
+        """Was `work` done in time? Where not, it goes on by itself for as long as it takes. It must not raise.
+
+        Raises RuntimeError where the process may start no thread for now.
+        """
         if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True).start()
+            jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(jobs,), name=self._name, daemon=True).start()
+            self._jobs = jobs  # not before: what is put where nobody serves would only be waited for
         done = threading.Event()
         self._jobs.put((work, done))
         if done.wait(timeout_seconds):

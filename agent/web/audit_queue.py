@@ -21,14 +21,12 @@ class AuditQueue:
         self._thread: threading.Thread | None = None
 
     def put(self, entry: AuditEntry) -> bool:
-        """False, and nothing done, where too many wait already or the queue is closed. Returns at once."""
+        """False, and nothing done, where too many wait already, the queue is closed, or the process may start no thread
+        for now. Returns at once."""
         with self._changed:
-            if self._closed or len(self._waiting) >= self._most:
+            if self._closed or len(self._waiting) >= self._most or not self._at_work():
                 return False
             self._waiting.append(entry)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="api-audit", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
             return True
 
@@ -44,6 +42,16 @@ class AuditQueue:
             self._closed = True
             self._changed.notify_all()
         return empty
+
+    def _at_work(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="api-audit", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
         while True:

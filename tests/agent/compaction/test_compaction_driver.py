@@ -20,6 +20,7 @@ from agent.compaction.settings import DriverSettings, Scope
 from agent.compaction.tally import OUTCOMES
 from agent.forecast import ExhaustionForecast
 from agent.fragmentation import analyze
+from agent.sampling.crew import Crew
 from agent.sampling.model import AgentView, Clock, PoolSample
 from engine_shim.control.messages import (
     CompactRequest,
@@ -420,6 +421,31 @@ def test_what_becomes_of_a_run_that_has_no_report(
     assert (state.undone, state.run_since, state.reserved_bytes) == (undone, None, 0)
     entry = next(entry for entry in desk.audit.recent(100) if entry.action == "compact")
     assert (entry.outcome, entry.reason) == (outcome, str(error))
+
+
+def test_where_no_thread_can_be_started_it_is_decided_anew(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is the question how the engine stands, the other a run."""
+    for seconds in (0, 10):
+        for _ in range(seconds):
+            desk.tick()
+        with monkeypatch.context() as limited:
+            limited.setattr(Crew, "start", lambda *_: False)
+            desk.tick()
+        assert not desk.driver.standing(desk.sample).running
+    for _ in range(100):
+        desk.tick()
+    assert {type(one) for one in desk.engine.asked} == {StatusRequest, CompactRequest}
+    assert desk.driver.standing(desk.sample).last_run is not None
+
+
+def test_a_clock_that_is_set_back_does_not_end_deciding(desk: Desk) -> None:
+    while not desk.driver.standing(desk.sample).last_run:
+        desk.tick()
+    desk.wall -= 7200
+    count = desk.decided()
+    for _ in range(3):
+        desk.tick()
+    assert desk.decided() >= count + 2
 
 
 def test_a_hold_is_recorded_when_its_reason_changes(desk: Desk) -> None:

@@ -257,6 +257,23 @@ def test_a_disk_that_hangs_holds_nobody_up_and_loses_nothing_that_was_taken() ->
     assert not queue.put(an_entry("late"))
 
 
+def test_where_no_thread_can_be_started_an_entry_is_refused_and_the_next_one_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    held = Held()
+    held.go.set()
+    queue = AuditQueue(held)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        assert not queue.put(an_entry("lost"))
+    assert queue.put(an_entry("kept"))
+    assert queue.close(60)
+    assert held.kept == ["kept"]
+
+
 # The real agent
 
 
