@@ -191,6 +191,8 @@ def compact(
         what = "relocation_on" if relocation else "relocation_off"
     result = carry_out(engine, Order(what, target, max_moves), audit_log)
     _print(result.facts) if as_json else print(render_result(result))
+    if result.warning:
+        print(f"warning: {result.warning}", file=sys.stderr)
     return 0 if result.fine else EXIT_FAILED
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from agent.compaction.audit import Asker, AuditEntry, AuditLog
 from agent.compaction.control_client import EngineControl
 from agent.compaction.requests import USELESS, Reply, figures_of
 from agent.compaction.tally import outcome_of
+from agent.log import EventLog
 from agent.sampling.discovery import FoundMap, scan
 from engine_shim.allocation_map.folders import map_folders
 from engine_shim.allocation_map.reader import MapReader
@@ -69,12 +71,14 @@ class Result:
 
     facts: dict[str, Any]
     fine: bool
+    warning: str = ""  # it was done, and is not in the audit log that was named
 
 
 def carry_out(engine: str, order: Order, audit_log: Path | None) -> Result:
     """Find the engine, ask it, and note that in the audit log where there is one.
 
-    Raises SettingsError for an engine or an order that is none, and what EngineControl.request raises.
+    Where that file cannot be written, the warning says so: the engine was asked already. Raises SettingsError for an
+    engine or an order that is none, and what EngineControl.request raises.
     """
     if not 0 <= order.target <= 1:
         raise SettingsError(f"target={order.target:g}: give a fragmentation rate from 0 to 1")
@@ -82,7 +86,7 @@ def carry_out(engine: str, order: Order, audit_log: Path | None) -> Result:
         raise SettingsError(f"max_moves={order.max_moves}: give 0 or more")
     found = find_map(engine)
     began = time.monotonic()
-    outcome, reason = "failed", ""
+    outcome, reason, warning = "failed", "", ""
     figures: dict[str, Any] = {}
     control = EngineControl(found.path)
     try:
@@ -93,7 +97,7 @@ def carry_out(engine: str, order: Order, audit_log: Path | None) -> Result:
         raise
     finally:
         if audit_log is not None and order.what != "plan":
-            _note(audit_log, found.id, order, outcome, reason, time.monotonic() - began, figures)
+            warning = _note(audit_log, found.id, order, outcome, reason, time.monotonic() - began, figures)
     switch = _SWITCHES.get(order.what)
     fine = outcome not in USELESS if switch is None else outcome == ("on" if switch[2] else "off")
     if order.what == "off" and _relocates(control):
@@ -106,7 +110,9 @@ def carry_out(engine: str, order: Order, audit_log: Path | None) -> Result:
         "reason": reason,
         **(figures or dict.fromkeys(_FIGURES)),
     }
-    return Result(facts, fine)
+    if audit_log is not None and order.what != "plan":
+        facts["audit_log_fault"] = warning
+    return Result(facts, fine, warning)
 
 
 def find_map(engine: str, folders: Sequence[Path] | None = None) -> FoundMap:
@@ -219,9 +225,10 @@ def _alive(found: FoundMap) -> bool:
 
 def _note(
     path: Path, engine: str, order: Order, outcome: str, reason: str, seconds: float, figures: dict[str, Any]
-) -> None:
+) -> str:
+    """An entry in the audit log; why it is not there, or ""."""
     run = order.what == "run"
-    log = AuditLog(path, ring_entries=1)
+    log = AuditLog(path, EventLog(_unheard()), ring_entries=1)
     log.record(
         AuditEntry(
             time_unix=time.time(),
@@ -238,3 +245,13 @@ def _note(
         )
     )
     log.close()
+    if not log.fault:
+        return ""
+    return f"this is not in the audit log: {path}: {log.fault}; mend it, or name another file with --audit-log"
+
+
+def _unheard() -> logging.Logger:
+    """The warning says in whole sentences what the log would, in a word."""
+    logger = logging.getLogger("kvatlas.compact")
+    logger.disabled = True
+    return logger

@@ -81,7 +81,8 @@ class AuditLog:
     At `max_file_bytes` the file is renamed to `.1`, `.1` to `.2` and so on, up to `kept_files` old ones. What cannot be
     written stays in the ring, with one warning for each stretch of failures. A file that someone else has rotated is
     opened anew, and several agents may write one file: each locks it while it writes or rotates. Safe to use from
-    several threads; `record` waits for the disk and for those others, so call it off the event loop.
+    several threads; `record` waits for the disk and for those others, so call it off the event loop. `recent` waits for
+    nobody.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class AuditLog:
         self._max_file_bytes = max(MIN_FILE_BYTES, max_file_bytes)
         self._kept_files = max(1, kept_files)
         self._ring: deque[AuditEntry] = deque(maxlen=max(1, ring_entries))
+        self._ring_lock = threading.Lock()  # of its own: the other is held while a disk is waited for
         self._lock = threading.Lock()
         self._file: int | None = None
+        self.fault = ""  # why the last entry is in memory alone; "" where it is on the disk, or none was asked for
         self._unwritten = 0  # of the present stretch of failures
         if path is not None:
             paths = (_numbered(path, 1), path)
@@ -113,8 +116,9 @@ class AuditLog:
     def record(self, entry: AuditEntry) -> bool:
         """Keep an entry; False where it is in memory alone. Never raises for a file that cannot be written."""
         self._listener(entry)
-        with self._lock:
+        with self._ring_lock:
             self._ring.append(entry)
+        with self._lock:
             if self.path is None:
                 return False
             try:
@@ -122,15 +126,17 @@ class AuditLog:
             except OSError as error:
                 self._close()
                 self._unwritten += 1
+                self.fault = error.strerror or repr(error)
                 if self._unwritten == 1:
                     self._log.event(
                         "audit_log_not_written",
                         level=logging.WARNING,
                         path=str(self.path),
-                        reason=error.strerror or repr(error),
+                        reason=self.fault,
                         action="make room or mend the folder; until then entries are kept in memory alone",
                     )
                 return False
+            self.fault = ""
             if self._unwritten:
                 self._log.event("audit_log_written_again", path=str(self.path), unwritten_entries=self._unwritten)
                 self._unwritten = 0
@@ -138,7 +144,7 @@ class AuditLog:
 
     def recent(self, limit: int = 100, engine: str | None = None) -> tuple[AuditEntry, ...]:
         """Newest first."""
-        with self._lock:
+        with self._ring_lock:
             entries = [entry for entry in reversed(self._ring) if engine is None or entry.engine == engine]
         return tuple(entries[: max(0, limit)])
 

@@ -89,6 +89,18 @@ def test_a_dry_run_a_run_and_the_switch(start_pool: Start, capsys: Capture, tmp_
     ]
 
 
+def test_a_change_that_is_in_no_audit_log_is_said(start_pool: Start, capsys: Capture, tmp_path: Path) -> None:
+    start_pool(engine_id="one")
+    (tmp_path / "file").write_text("")
+    log = str(tmp_path / "file" / "audit.jsonl")
+    assert cli.main(["compact", "one", "--off", "--json", "--audit-log", log]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["audit_log_fault"] in told.err
+    assert told.err.startswith(f"warning: this is not in the audit log: {log}: ")
+    assert told.err.endswith("name another file with --audit-log\n")
+    assert json_of(capsys, "one", "--on", "--audit-log", str(tmp_path / "a"))["audit_log_fault"] == ""
+
+
 def test_relocation_is_switched_and_stays_on_when_moves_are_off(
     start_pool: Start, capsys: Capture, tmp_path: Path
 ) -> None:

@@ -222,6 +222,34 @@ def test_what_cannot_be_a_log_is_said_and_left_alone(
     assert len(log.recent()) == 2
 
 
+def test_the_last_entries_are_told_while_a_disk_hangs(
+    open_log: Callable[..., AuditLog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks for them may be the event loop, which must wait for nobody."""
+    hangs, over = threading.Event(), threading.Event()
+
+    def fsync(file: int) -> None:
+        hangs.set()
+        assert over.wait(60)
+
+    log = open_log(tmp_path / "audit.jsonl")
+    assert log.record(entry(0))
+    monkeypatch.setattr(audit.os, "fsync", fsync)
+    writing = threading.Thread(target=log.record, args=(entry(1),))
+    writing.start()
+    told: list[int] = []
+    asking = threading.Thread(target=lambda: told.append(len(log.recent())))
+    try:
+        assert hangs.wait(60)
+        asking.start()
+        asking.join(60)
+        assert told == [2]
+    finally:
+        over.set()
+        writing.join(60)
+        asking.join(60)
+
+
 WRITER = """
 import sys
 from pathlib import Path
