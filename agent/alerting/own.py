@@ -33,6 +33,7 @@ class OwnFeed:
     link: str | None = None
     _counts: dict[str, tuple[int, int]] = field(default_factory=dict)  # sent and lost, by receiver
     _refuses: dict[str, bool] = field(default_factory=dict)  # by receiver that was sent anything, whether it refused
+    _refused_before: bool = False  # since this agent began
     _before: tuple[int, float] | None = None  # generation and time of the view before
     _gap: float = 0.0
 
@@ -76,17 +77,17 @@ class OwnFeed:
 
     def _refused(self, deliveries: Sequence[Delivery]) -> float | None:
         """Whether the last message to some receiver was given up; None until each was sent one, since nobody knows how
-        it stands with those."""
+        it stands with those, or until one refused: then it is about that one, whatever others were never sent."""
         for one in deliveries:
             sent, lost = self._counts.get(one.sink, (0, 0))
             if one.sent > sent:
                 self._refuses[one.sink] = False
             elif one.lost > lost:
-                self._refuses[one.sink] = True
+                self._refuses[one.sink] = self._refused_before = True
             self._counts[one.sink] = (one.sent, one.lost)
         if any(self._refuses.values()):
             return 1.0
-        return 0.0 if len(self._refuses) == len(deliveries) else None
+        return 0.0 if self._refused_before or len(self._refuses) == len(deliveries) else None
 
     def _failing(self, deliveries: Sequence[Delivery]) -> float:
         """How long the worst receiver fails; one that refuses for good is told as such, and not as late."""

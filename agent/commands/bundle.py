@@ -18,6 +18,7 @@ import typer
 from agent.blackbox.contents import Ended, Members, box_members, read_facts, write_archive
 from agent.blackbox.keeper import FOLDER, SUFFIX
 from agent.blackbox.privacy import hash_id, hide, known_secrets, tell_audit, tell_settings
+from agent.client import checked_address
 from agent.compaction.audit import read_entries
 from agent.config import AgentSettings, load_settings
 from agent.doctor import examine, to_json
@@ -93,8 +94,13 @@ def bundle(
 def make_bundle(engine: str | None, output: Path, settings: AgentSettings, agent_url: str) -> dict[str, Any]:
     """Write the archive; returns what is in it, as plain JSON values.
 
-    Raises SettingsError where nothing is known of that engine, KvatlasError where the file cannot be written.
+    Raises SettingsError where nothing is known of that engine or the address is none, KvatlasError where the file
+    cannot be written.
     """
+    try:
+        checked_address(agent_url)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
     packed, now = _Bundle(), time.time()
     folders = settings.map_folders()
     boxes = [] if settings.state_dir is None else _boxes(settings.state_dir, engine)

@@ -50,7 +50,14 @@ def auto_sizes(least: int, most: int, count: int = AUTO_SIZES) -> tuple[int, ...
 
 
 def range_of_trace(workload: Workload, block_tokens: int, headroom: float) -> tuple[int, int]:
-    """From the least pool in which every request of a trace can run, to one that never has to evict anything."""
+    """From the least pool in which every request of a trace can run, to one that never has to evict anything.
+
+    Raises SettingsError for what no pool could be.
+    """
+    if block_tokens < 1:
+        raise SettingsError(f"block_tokens={block_tokens}: a block holds at least one token")
+    if not 0 <= headroom < 1:
+        raise SettingsError(f"headroom={headroom} is a share of the usable blocks: 0 or more, below 1")
     distinct: set[int] = set()
     tails = largest = 0
     for request in workload.requests:

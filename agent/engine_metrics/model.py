@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from agent.engine_metrics.names import EngineKind, Quantity
@@ -67,6 +67,17 @@ class SourceReading:
     several_writers: bool = False  # more than one process answers in turn
     attempts: int = 0
     failures: int = 0
+
+    def earlier(self, seconds: float) -> SourceReading:
+        """The same, read that much earlier: for a clock that was set back by as much since."""
+        return replace(
+            self,
+            began_unix=None if self.began_unix is None else self.began_unix - seconds,
+            read_unix=None if self.read_unix is None else self.read_unix - seconds,
+            unchanged_since_unix=MappingProxyType(
+                {engine: since - seconds for engine, since in self.unchanged_since_unix.items()}
+            ),
+        )
 
     def age_seconds(self, now_unix: float) -> float | None:
         """None before the first good answer."""

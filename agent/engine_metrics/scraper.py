@@ -34,6 +34,8 @@ from agent.sampling.crew import Crew
 from agent.sampling.model import AgentView, Clock, PoolSample
 
 POINTS_SECONDS = 60.0  # of the maps, that are kept to compare with
+MOST_POINTS = 4096  # of a pool, should samples come faster than ever
+LEAST_SET_BACK_SECONDS = 1.0  # less is the drift of two clocks
 MOST_AT_ONCE = 16
 PATIENT_FAILURES = 3  # an engine that starts has its map before it answers
 MOST_BACKOFF = 5  # doublings
@@ -95,6 +97,7 @@ class MetricsScraper:
         self._points: dict[str, deque[MapPoint]] = {}  # the sampler's thread's; others copy a deque
         self._view = EngineMetricsView(tuple(one.reading for one in self._addresses))
         self._live: frozenset[str] = frozenset()
+        self._looked: tuple[float, float] | None = None  # the last tick, by both clocks
         self._news = threading.Event()
         self._stopping = False
 
@@ -110,7 +113,9 @@ class MetricsScraper:
         for id in [id for id in self._points if id not in view.samples]:
             del self._points[id]
         for id, sample in view.samples.items():
-            points = self._points.setdefault(id, deque())
+            points = self._points.setdefault(id, deque(maxlen=MOST_POINTS))
+            if points and points[-1].time_unix > view.taken_unix:
+                points.clear()  # the clock was set back: they lie in the future, and would stay until it is over
             if sample.state == "live":
                 points.append(MapPoint.of(sample, view.taken_unix))
             while points and points[0].time_unix < view.taken_unix - POINTS_SECONDS:
@@ -140,6 +145,7 @@ class MetricsScraper:
     def tick(self) -> EngineMetricsView:
         """Take in what came, ask what is due, compare, and publish the new view."""
         now, now_unix = self._clock.monotonic(), self._clock.wall()
+        self._set_back(now, now_unix)
         samples = self._samples().samples
         self._hasten(samples, now)
         for address in self._addresses:
@@ -184,6 +190,8 @@ class MetricsScraper:
         if address.outcome is None:
             return
         (began, ended, outcome), address.outcome, address.asking = address.outcome, None, False
+        if ended > now_unix:  # the clock was set back since
+            began, ended = now_unix - max(0.0, ended - began), now_unix
         reading = replace(address.reading, attempts=address.reading.attempts + 1)
         if isinstance(outcome, str):
             address.failures_in_a_row += 1
@@ -215,6 +223,17 @@ class MetricsScraper:
                 if not address.reading.up:
                     address.failures_in_a_row, address.due = 0, now
         self._live = live
+
+    def _set_back(self, now: float, now_unix: float) -> None:
+        """Where the clock was set back, put what was read before as far back: else it would be new for as long."""
+        then, self._looked = self._looked, (now, now_unix)
+        back = 0.0 if then is None else (then[1] - then[0]) - (now_unix - now)
+        if back < LEAST_SET_BACK_SECONDS:
+            return
+        for address in self._addresses:
+            address.reading = address.reading.earlier(back)
+        for pair in self._pairs.values():
+            pair.pending, pair.judged = None, None if pair.judged is None else pair.judged - back
 
     def _aged(self, reading: SourceReading, now_unix: float) -> SourceReading:
         """Without what was last said too long ago."""

@@ -150,16 +150,17 @@ def oldest_pinned(snapshot: MapSnapshot, now_unix: float) -> float | None:
 
 
 def ages_seconds(touched_ms: NDArray[np.uint32], snapshot: MapSnapshot, now_unix: float) -> NDArray[np.float64]:
-    """Ages of entries of the touched column, in seconds; right up to 49 days, where the column wraps round."""
+    """Ages of entries of the touched column, in seconds: up to 49 days, where the column wraps round, and up to half
+    of that once the engine is older. What was touched later than now, by a clock that was set back, is of now."""
     return elapsed_ms(touched_ms, snapshot, now_unix) / 1000.0
 
 
 def elapsed_ms(touched_ms: NDArray[np.uint32], snapshot: MapSnapshot, now_unix: float) -> NDArray[np.uint32]:
     """The same in milliseconds, as integers."""
-    now_ms = int(now_unix * 1000) - snapshot.identity.created_unix_ns // 1_000_000
-    elapsed = np.uint32(max(now_ms, 0) & 0xFFFFFFFF) - touched_ms
-    # A block touched between the publish and our look at the clock, or clocks a little apart, is not 49 days old.
-    elapsed[elapsed > 0xFFFF0000] = 0
+    now_ms = max(0, int(now_unix * 1000) - snapshot.identity.created_unix_ns // 1_000_000)
+    elapsed = np.uint32(now_ms & 0xFFFFFFFF) - touched_ms
+    # Nothing was touched before the engine began; an engine older than the column can tell has half of it for the past.
+    elapsed[elapsed > (now_ms if now_ms <= 0xFFFFFFFF else 0x7FFFFFFF)] = 0
     return elapsed
 
 

@@ -136,6 +136,15 @@ def test_without_an_agent_it_packs_what_there_is(
     assert "No such file" in capsys.readouterr().err
 
 
+def test_what_is_no_address_is_said_before_anything_is_packed(
+    environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "report.tar.gz"
+    assert cli.main(["bundle", "-o", str(output), "--agent", "http://127.0.0.1:94x7"]) == 2
+    assert "KVATLAS_AGENT_URL is no address of an agent" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_every_secret_is_known_and_none_is_told(environment: dict[str, str]) -> None:
     settings = load_settings({}, environment=environment)
     assert set(known_secrets(settings)) == {TOKEN, WEBHOOK, URL_FILE, PASSWORD}

@@ -91,6 +91,12 @@ def test_sizes_that_make_no_sense_are_refused(text: str) -> None:
         parse_sizes(text)
 
 
+@pytest.mark.parametrize("flags", [["--headroom", "1"], ["--headroom", "nan"], ["--block-size", "0"]])
+def test_what_no_pool_could_be_is_refused(trace: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    assert main(["simulate", str(trace), "--sizes", "auto", *flags]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_sizes_come_in_order_and_once() -> None:
     assert parse_sizes("30, 10,30") == (10, 30)
     assert parse_sizes("auto") is None

@@ -41,7 +41,7 @@ class Bench:
     """A scraper without its thread, on a clock that is turned by hand. `say` holds what each address answers."""
 
     def __init__(self, *addresses: str, **settings: float) -> None:
-        self.now, self.view = 1000.0, EMPTY_VIEW
+        self.steady, self.set_to, self.view = 1000.0, 0.0, EMPTY_VIEW  # the clock is set to so much beside the other
         self.say: dict[str, Say] = {}
         self.asked: list[str] = []
         self.scraper = MetricsScraper(
@@ -49,8 +49,12 @@ class Bench:
             lambda: self.view,
             settings=ScraperSettings(**settings),
             ask=self._ask,
-            clock=Clock(wall=lambda: self.now, monotonic=lambda: self.now),
+            clock=Clock(wall=lambda: self.now, monotonic=lambda: self.steady),
         )
+
+    @property
+    def now(self) -> float:
+        return self.steady + self.set_to
 
     def _ask(self, source: MetricsSource) -> Answer:
         self.asked.append(source.place)
@@ -58,7 +62,7 @@ class Bench:
 
     def second(self, seconds: float = 1.0) -> EngineMetricsView:
         """One sample of the maps and one tick, with what comes of it."""
-        self.now += seconds
+        self.steady += seconds
         self.view = replace(self.view, taken_unix=self.now)
         self.scraper.notice()
         self.scraper.tick()
@@ -98,7 +102,7 @@ def test_an_address_that_never_answers_costs_the_others_nothing() -> None:
     bench.say = {"a:1": lambda: vllm(float(hung.wait(PATIENCE_SECONDS))), "b:1": lambda: vllm()}
     try:
         for _ in range(5):
-            bench.now += 1
+            bench.steady += 1
             bench.scraper.tick()
         deadline = threading.Event()
         for _ in range(1000):
@@ -229,6 +233,24 @@ def test_metrics_that_do_not_are_said_with_both_numbers(bench: Bench) -> None:
     assert "nothing in its metrics has changed for" in joined.comparison.reason  # and requests run: frozen gauges
     assert view.disagreement_ratio(id) == pytest.approx(0.4)
     assert dict(exported(bench))["kvatlas_engine_metrics_disagreement_ratio"] == pytest.approx(0.4)
+
+
+def test_a_clock_that_is_set_back_ends_neither_comparing_nor_ages(bench: Bench) -> None:
+    for _ in range(12):
+        bench.second()
+    bench.set_to = -7200.0
+    bench.say = {"127.0.0.1:1": lambda: vllm(usage=0.9)}
+    for _ in range(20):
+        view = bench.second()
+    ((id, joined),) = view.by_pool.items()
+    assert joined.comparison.disagrees
+    assert len(bench.scraper._points[id]) <= 21  # those from before would stay for two hours
+    bench.say = {"127.0.0.1:1": lambda: fail("HTTP 500")}
+    bench.second()
+    bench.set_to = -2 * 7200.0
+    for _ in range(int(STALE_SECONDS) + 5):
+        view = bench.second()
+    assert view.sources[0].age_seconds(bench.now) == pytest.approx(STALE_SECONDS, abs=10)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,21 @@ def test_a_touch_after_our_look_at_the_clock_is_of_now(make_snapshot: Make) -> N
     assert ages_seconds(np.array([100_020], np.uint32), snapshot, PUBLISHED) == pytest.approx([0.0])
 
 
+@pytest.mark.parametrize(("back", "uptime"), [(7200, 30 * 86_400), (7200, 80 * 86_400), (70, 100)])
+def test_a_clock_that_was_set_back_makes_nothing_49_days_old(make_snapshot: Make, back: int, uptime: int) -> None:
+    snapshot = make_snapshot([3])
+    touched = np.array([(uptime * 1000) & 0xFFFFFFFF], np.uint32)
+    created = snapshot.identity.created_unix_ns / 1e9
+    assert ages_seconds(touched, snapshot, created + uptime - back) == pytest.approx([0.0])
+    assert ages_seconds(touched, snapshot, created + uptime + 20) == pytest.approx([20.0], abs=0.01)
+
+
+def test_the_age_of_a_young_engine_s_block_is_right_up_to_49_days(make_snapshot: Make) -> None:
+    snapshot = make_snapshot([3])
+    created, days = snapshot.identity.created_unix_ns / 1e9, 49 * 86_400
+    assert ages_seconds(np.array([0], np.uint32), snapshot, created + days) == pytest.approx([days], abs=0.01)
+
+
 def test_clocks_before_the_map_was_made(make_snapshot: Make) -> None:
     snapshot = make_snapshot([2])
     early = replace(snapshot, identity=replace(snapshot.identity, created_unix_ns=(PUBLISHED + 50) * 10**9))
