@@ -21,6 +21,7 @@ from engine_shim.allocation_map.writer import MapSpec
 log = logging.getLogger("kvatlas.shim")
 
 PUBLISH_MS = 100
+REST_SECONDS = 0.1  # between two publishes while nothing runs and no step has ended
 
 
 class Attachment:
@@ -42,6 +43,7 @@ class Attachment:
         self._publish_seconds = whole_number(environment, "KVATLAS_SGLANG_PUBLISH_MS", PUBLISH_MS) / 1000
         self._published = clock()
         self._steps = 0  # since then
+        self._told = (0, 0)  # running and waiting, at that time
         allocator = tree.token_to_kv_pool_allocator
         self._allocators = pools_of(allocator)
         self._mapping_of = allocator if len(self._allocators) > 1 else None
@@ -89,27 +91,49 @@ class Attachment:
         wrap(self._tree, "dec_lock_ref", self._locking(1, Note.LET_GO))
         wrap(self._tree, "_insert_helper", self._inserting)
 
-    def step(self, running: int, waiting: int) -> None:
-        """The end of one of the scheduler's steps. Published at once where nothing runs, else not too often."""
-        if self.reason:
-            return
+    def step(self, running: int, waiting: int, count: Callable[[], int] | None = None) -> None:
+        """The end of one of the scheduler's steps. Published at once where nothing runs, else not too often.
+
+        With `count`, which is asked when it is published, `running` need only tell whether anybody runs.
+        """
         try:
-            if self._asked_off:
-                log.warning("turned off: %s", self._asked_off)
-                self.stop(self._asked_off)
+            if self._ended():
                 return
             self._steps += 1
             now = self._clock()
             if running and now - self._published < self._publish_seconds:
                 return
-            for pool in self.pools:
-                pool.publish(running, waiting, self._steps)
-            self._steps, self._published = 0, now
+            self._publish(now, count() if count is not None else running, waiting)
         except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
             self.fault(error)
 
+    def rest(self, running: int, waiting: int) -> None:
+        """The scheduler goes round and has nothing to run. What its last step left is published at once, since no other
+        step would; what it does without a step, such as emptying its cache, not too often, since it goes round fast."""
+        try:
+            if self._ended():
+                return
+            now = self._clock()
+            left = self._steps or (running, waiting) != self._told or any(pool.arrived for pool in self.pools)
+            if left or now - self._published >= max(self._publish_seconds, REST_SECONDS):
+                self._publish(now, running, waiting)
+        except Exception as error:  # noqa: BLE001 - see above
+            self.fault(error)
+
+    def _publish(self, now: float, running: int, waiting: int) -> None:
+        for pool in self.pools:
+            pool.publish(running, waiting, self._steps)
+        self._steps, self._published, self._told = 0, now, (running, waiting)
+
+    def _ended(self) -> bool:
+        """Is nothing watched any more? Where somebody has asked for that, it ends here."""
+        if self._asked_off and not self.reason:
+            log.warning("turned off: %s", self._asked_off)
+            self.stop(self._asked_off)
+        return bool(self.reason)
+
     def turn_off(self, reason: str) -> None:
-        """Stop watching at the next step. From any thread."""
+        """Stop watching at the next step, or round without one. From any thread."""
         self._asked_off = reason or "turned off"
 
     def stop(self, reason: str, *, keep_maps: bool = False) -> None:

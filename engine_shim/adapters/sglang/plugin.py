@@ -15,13 +15,13 @@ from engine_shim.adapters.opening import disabled, name_the_speaker
 from engine_shim.adapters.sglang.attachment import Attachment
 from engine_shim.adapters.sglang.indices import Copier
 from engine_shim.adapters.sglang.shape import SUPPORTED, examine
+from engine_shim.adapters.sglang.steps import MARK, watch_steps
 from engine_shim.switches import switch
 
 log = logging.getLogger("kvatlas.shim")
 
 SWITCH = "KVATLAS_SGLANG"
 
-_MARK = "__kvatlas__"
 _attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
@@ -33,7 +33,7 @@ def register() -> None:
         name_the_speaker()
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
-        if not hasattr(RadixCache.__init__, _MARK):
+        if not hasattr(RadixCache.__init__, MARK):
             RadixCache.__init__ = _watching(RadixCache.__init__)
             atexit.register(_close_maps)
     except Exception as error:  # noqa: BLE001 - the server must start whatever befalls us
@@ -70,7 +70,7 @@ def attach(
         if one.reason:  # no map: what opened it has said why
             return None
         _attachments.add(one)
-        _watch_steps()
+        watch_steps(attachments)
     except Exception as error:  # noqa: BLE001 - SGLang must start whatever befalls us
         _give_up(repr(error))
         if one is not None:
@@ -87,29 +87,8 @@ def _watching(stock: Callable[..., None]) -> Callable[..., None]:
         stock(self, *args, **kwargs)
         attach(self)
 
-    setattr(construct, _MARK, True)
+    setattr(construct, MARK, True)
     return construct
-
-
-def _watch_steps() -> None:
-    """Hear of the scheduler's steps, where there is a scheduler: its module is loaded wherever one is made."""
-    scheduler_class = getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
-    stock = getattr(scheduler_class, "process_batch_result", None)
-    if scheduler_class is None or stock is None or hasattr(stock, _MARK):
-        return
-
-    @functools.wraps(stock)
-    def process_batch_result(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = stock(self, *args, **kwargs)
-        for one in attachments():
-            try:
-                one.step(len(self.running_batch.reqs), len(self.waiting_queue))
-            except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
-                one.fault(error)
-        return result
-
-    setattr(process_batch_result, _MARK, True)
-    scheduler_class.process_batch_result = process_batch_result
 
 
 def _close_maps() -> None:

@@ -83,6 +83,11 @@ class SlotPool:
         # What has to wait for others is copied: SGLang may write to it meanwhile.
         return (numbers.clone(), _now) if numbers.is_cpu else copy_out(numbers)
 
+    @property
+    def arrived(self) -> bool:
+        """Has something arrived on the host that `states` does not show?"""
+        return bool(self._notes) and self._notes[0][3]()
+
     def settle(self) -> None:
         """Bring `states` up to all that has arrived on the host, in order. IndexError for a page that there is not."""
         notes = self._notes
