@@ -70,7 +70,7 @@ def test_a_signal_ends_it_in_good_order(number: int, start_agent: Start, start_e
     engine = start_engine()
     agent = start_agent()
     agent.process.send_signal(number)
-    assert agent.process.wait(10) == 0
+    assert agent.process.wait(120) == 0
     assert agent.wait_for_event("stopped")
     assert engine.path.exists()
     assert engine.step_ended(0, 0) is None  # the engine goes on

@@ -224,7 +224,7 @@ class Stage:
         for process in reversed(self._processes):
             process.kill()
         for process in self._processes:
-            process.wait(timeout=20)
+            process.wait(timeout=60)
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     with contextlib.suppress(BrokenPipeError):

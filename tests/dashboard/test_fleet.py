@@ -277,7 +277,7 @@ def prometheus(
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def test_prometheus_knows_what_the_agent_knows(

@@ -68,7 +68,7 @@ class Alertmanager:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it did not come true in time"
@@ -98,7 +98,7 @@ def run(
     yield start
     for one in running:
         one.running.terminate()
-        one.running.wait(20)
+        one.running.wait(60)
 
 
 def alert(name: str, **annotations: str) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The vector or scalar; raises where Prometheus refuses the query or is not there yet."""
         asked = f"{self.url}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
-        with urllib.request.urlopen(asked, timeout=30) as reply:
+        with urllib.request.urlopen(asked, timeout=60) as reply:
             result: list[dict[str, Any]] = json.load(reply)["data"]["result"]
         return result
 

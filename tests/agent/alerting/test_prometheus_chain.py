@@ -43,7 +43,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., None]]:
     for one in running:
         one.terminate()
     for one in running:
-        one.wait(20)
+        one.wait(120)
 
 
 def test_from_the_agent_over_prometheus_and_alertmanager_to_slack(

@@ -41,7 +41,7 @@ from engine_shim.errors import (
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = ROOT / "tests" / "engine_shim" / "control" / "control_engine.py"
 SOMEBODY = 65534
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ class Reader:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        status = self.process.wait(20)
+        status = self.process.wait(120)
         self.process.stdout.close()
         return status
 

@@ -28,7 +28,7 @@ class Watch:
     def after(self, rounds: int) -> dict[str, Any]:
         """The view once that many rounds are done, with the maps as they are now."""
         self._sampler.tick()
-        assert self._monitor.wait(rounds, 20.0)
+        assert self._monitor.wait(rounds, 120.0)
         return self.now()
 
     def now(self) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def test_nobody_waits_for_a_disk_that_hangs(make_past: MakePast, monkeypatch: py
 
     def hang(entries: Any) -> None:
         hanging.set()
-        assert release.wait(30)
+        assert release.wait(120)
         written(entries)
 
     database.write = hang
@@ -152,7 +152,7 @@ def test_nobody_waits_for_a_disk_that_hangs(make_past: MakePast, monkeypatch: py
     outcomes: list[bool] = []
 
     def sample() -> None:
-        assert hanging.wait(30)
+        assert hanging.wait(120)
         outcomes.extend(past.writer.put(Sample(POOL, past.after(1), {"used": 1.0})) for _ in range(150))
         release.set()
 

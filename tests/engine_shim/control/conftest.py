@@ -28,7 +28,7 @@ from engine_shim.control.server import ControlLimits, ControlServer
 
 ENGINE = Path(__file__).with_name("control_engine.py")
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 
 
 class Caller:

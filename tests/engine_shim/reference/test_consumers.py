@@ -77,7 +77,7 @@ def test_transfers_need_fewer_descriptors_after_a_run(make_engine: EngineMaker, 
         for sequence in running:
             engine.scheduler.finish(sequence)
             assert engine._transfers.start(sequence)  # type: ignore[union-attr]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while engine._transfers.in_flight and time.monotonic() < deadline:  # type: ignore[union-attr]
             engine.step()
         sent.append(engine.report().transfers.descriptors - before)

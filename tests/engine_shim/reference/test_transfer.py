@@ -91,7 +91,7 @@ def test_a_peer_gets_the_blocks(make_engine: EngineMaker, peer: tuple[str, Recei
     drain(engine)
     engine.close()
     # Sent is not yet read: the peer's thread may still be at the last connection.
-    streams = [received.get(timeout=30) for _ in wanted]
+    streams = [received.get(timeout=120) for _ in wanted]
     by_id = {str(header["request_id"]): blocks for header, blocks in map(receive, map(io.BytesIO, streams))}
     assert sorted(by_id) == ["0", "1"]
     assert by_id == {"0": wanted[0], "1": wanted[1]}
