@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,10 @@ MAX_CHAINS = 1024
 MARKS_KEEP_SECONDS = 30 * 86_400.0
 MAX_MARKS, MAX_LINES = 100_000, 2_000
 AHEAD_SECONDS = 120.0  # what lies farther in the future is of a clock that was wrong
+LARGEST = 2**63 - 1  # number that SQLite keeps; a map's counters are unsigned
+LAST_ID = 2**62  # of a frame: no agent lives to see it, so that a larger one is damage
+# Of an entry that no disk would take: a text that is no Unicode, a number too large, a detail that is no JSON.
+UNFIT = (ValueError, TypeError, ArithmeticError, RecursionError, sqlite3.ProgrammingError, sqlite3.DataError)
 CHAINS_AT_ONCE = 100
 DROPPED_SECONDS = 21_600  # of samples at once
 BUSY_SECONDS = 2.0
@@ -68,6 +72,7 @@ SCHEMA = (
     "CREATE INDEX marks_by_time ON marks (pool, time_ms)",
     "CREATE TABLE lines (id INTEGER PRIMARY KEY, line TEXT NOT NULL)",
 )
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ class HistoryDatabase:
         try:
             self._prepare()
             self._files = NamedFiles(path, found)
-        except (sqlite3.Error, DatabaseUnusable) as error:
+        except (sqlite3.Error, UnicodeDecodeError, DatabaseUnusable) as error:
             self.close()
             raise (error if isinstance(error, DatabaseUnusable) else unusable(error)) from error
 
@@ -172,14 +177,14 @@ class HistoryDatabase:
                 run(statement)
             run(f"PRAGMA user_version = {VERSION}")
             run("COMMIT")
-        self._pools = {name: id for id, name in run("SELECT id, name FROM pools")}
-        self._last_frame = self._number("SELECT coalesce(max(id), 0) FROM frames")
+        self._recall()
 
-    def write(self, entries: Iterable[Entry]) -> None:
-        """All of them or nothing."""
+    def write(self, entries: Iterable[Entry]) -> tuple[str, ...]:
+        """All that can be kept, or nothing. Returns why entries were left out that no disk would take: such a one,
+        of one pool, must not cost all others theirs."""
         if (lost := self._files.lost()) is not None:
             raise DatabaseUnusable(Fault.REPLACED, lost)
-        self._transact(lambda: self._write(entries))
+        return self._transact(lambda: self._write(entries))
 
     def expire(self, now_unix: float) -> None:
         """Drop what is older than its tier keeps, and what lies in the future."""
@@ -215,42 +220,47 @@ class HistoryDatabase:
 
     # ---- within a transaction -------------------------------------------------------------------------------------
 
-    def _write(self, entries: Iterable[Entry]) -> int:
+    def _write(self, entries: Iterable[Entry]) -> tuple[str, ...]:
         touched: dict[tuple[int, int, int], Summary] = {}
+        left_out: list[str] = []
         for entry in entries:
-            if isinstance(entry, Sample):
-                self._add_sample(entry, touched)
-            elif isinstance(entry, Frame):
-                self._add_frame(entry)
-            elif isinstance(entry, Mark):
-                row = (
-                    round(entry.time_unix * 1000),
-                    entry.pool,
-                    entry.kind,
-                    entry.text,
-                    json.dumps(dict(entry.detail)),
-                )
-                self._connection.execute(
-                    "INSERT INTO marks (time_ms, pool, kind, text, detail) VALUES (?,?,?,?,?)", row
-                )
-            else:
-                self._connection.execute("INSERT INTO lines (line) VALUES (?)", (entry.text,))
+            try:
+                self._add(entry, touched)
+            except UNFIT as error:
+                left_out.append(f"{type(entry).__name__}: {type(error).__name__}")
         self._connection.executemany(
             "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?)",
             [(*key, summary.tobytes()) for key, summary in touched.items()],
         )
         for (pool, tier, start), summary in touched.items():
             self._open_buckets[pool, tier] = (start, summary)
-        return len(touched)
+        return tuple(left_out)
+
+    def _add(self, entry: Entry, touched: dict[tuple[int, int, int], Summary]) -> None:
+        """Raises one of UNFIT before anything is written of the entry."""
+        if isinstance(entry, Sample):
+            self._add_sample(entry, touched)
+        elif isinstance(entry, Frame):
+            self._add_frame(entry)
+        elif isinstance(entry, Mark):
+            self._add_mark(entry)
+        else:
+            self._connection.execute("INSERT INTO lines (line) VALUES (?)", (entry.text,))
+
+    def _add_mark(self, mark: Mark) -> None:
+        row = (round(mark.time_unix * 1000), mark.pool, mark.kind, mark.text, json.dumps(dict(mark.detail)))
+        self._connection.execute("INSERT INTO marks (time_ms, pool, kind, text, detail) VALUES (?,?,?,?,?)", row)
 
     def _add_sample(self, sample: Sample, touched: dict[tuple[int, int, int], Summary]) -> None:
         """Into the bucket of each tier; what an earlier agent, or a clock that was set back, left there stays in it."""
         pool, summary = self._pool(sample.pool), summarize_sample(sample.values)
+        buckets: dict[tuple[int, int, int], Summary] = {}
         for tier in SAMPLE_TIERS:
             key = (pool, tier.step_seconds, start_of(sample.time_unix, tier))
             if (found := touched.get(key)) is None:
                 found = self._bucket(*key)
-            touched[key] = summary if found is None else merge(found, summary)
+            buckets[key] = summary if found is None else merge(found, summary)
+        touched |= buckets  # of all tiers or of none
 
     def _bucket(self, pool: int, tier: int, start: int) -> Summary | None:
         kept = self._open_buckets.get((pool, tier))
@@ -274,10 +284,6 @@ class HistoryDatabase:
             else:
                 chain = _Chain(self._last_frame, frame.time_unix, frame.incarnation)
             data = encode_frame(frame.states, before)
-            chain.length, chain.size_bytes = chain.length + 1, chain.size_bytes + len(data)
-            chain.time_unix, chain.states = frame.time_unix, frame.states
-            self._chains.pop(key, None)
-            self._chains[key] = chain  # the last one, so that those of pools that are gone come first
             self._connection.execute(
                 "INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 (
@@ -286,10 +292,14 @@ class HistoryDatabase:
                     round(frame.time_unix * 1000),
                     chain.head,
                     frame.incarnation,
-                    frame.sequence,
+                    min(frame.sequence, LARGEST),
                     data,
                 ),
             )
+            chain.length, chain.size_bytes = chain.length + 1, chain.size_bytes + len(data)
+            chain.time_unix, chain.states = frame.time_unix, frame.states
+            self._chains.pop(key, None)
+            self._chains[key] = chain  # the last one, so that those of pools that are gone come first
         while len(self._chains) > MAX_CHAINS:
             del self._chains[next(iter(self._chains))]
 
@@ -361,22 +371,28 @@ class HistoryDatabase:
 
     # ---- the rest -------------------------------------------------------------------------------------------------
 
-    def _transact(self, work: Callable[[], int]) -> int:
+    def _transact(self, work: Callable[[], Done]) -> Done:
         run = self._connection.execute
         try:
             run("BEGIN IMMEDIATE")
             done = work()
             run("COMMIT")
-        except (sqlite3.Error, ValueError) as error:  # ValueError: among others, a text that is no Unicode
+        except Exception as error:  # whatever it was: a transaction that stays open ends every later one
             with suppress(sqlite3.Error):  # SQLite may have rolled it back already
                 run("ROLLBACK")
             self._chains.clear()  # what they and the buckets tell of may not have been kept
             self._open_buckets.clear()
-            with _translated():
-                self._pools = {name: id for id, name in run("SELECT id, name FROM pools")}
-                self._last_frame = self._number("SELECT coalesce(max(id), 0) FROM frames")
+            self._recall()
             raise unusable(error) from error
         return done
+
+    def _recall(self) -> None:
+        """What is known of the file without asking it each time."""
+        with _translated():
+            self._pools = {name: id for id, name in self._connection.execute("SELECT id, name FROM pools")}
+        self._last_frame = self._number("SELECT coalesce(max(id), 0) FROM frames")
+        if self._last_frame > LAST_ID:
+            raise DatabaseUnusable(Fault.CORRUPT, f"a frame has the number {self._last_frame}")
 
     def _forget(self, name: str) -> None:
         pool = self._pools.pop(name)
@@ -414,6 +430,8 @@ def unusable(error: Exception) -> DatabaseUnusable:
     """What SQLite, or the system, said, as what is wrong with the file."""
     if isinstance(error, OSError):
         return DatabaseUnusable(Fault.UNWRITABLE, error.strerror or type(error).__name__)
+    if isinstance(error, UnicodeDecodeError) or str(error).startswith("Could not decode"):
+        return DatabaseUnusable(Fault.CORRUPT, "a text of it is none")  # sqlite3 itself says this, without a code
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary one; extended codes stand above it
     fault = Fault.CORRUPT if code in CORRUPT else Fault.LOCKED if code in LOCKED else Fault.UNWRITABLE
-    return DatabaseUnusable(fault, str(error))
+    return DatabaseUnusable(fault, str(error) or type(error).__name__)

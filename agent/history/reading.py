@@ -87,7 +87,7 @@ class HistoryReader:
             found = connection.execute(
                 f"SELECT start, substr(summary, {at}, {RECORD.itemsize}) FROM samples"  # noqa: S608 - two numbers
                 " WHERE pool = ? AND tier = ? AND start >= ? AND start < ? ORDER BY start",
-                (id, tier.step_seconds, start_unix, end_unix),
+                (id, tier.step_seconds, float(start_unix), float(end_unix)),  # whole ones may be too large for SQLite
             ).fetchall()
         starts = np.fromiter((start for start, _ in found), np.float64, len(found))
         return Rows(starts, np.frombuffer(b"".join(part for _, part in found), RECORD))

@@ -32,16 +32,19 @@ CHAINS = (60, 30, 10)
 RECORD = np.dtype([("count", "<u4"), ("minimum", "<f4"), ("mean", "<f4"), ("maximum", "<f4")])
 """One metric in one bucket. A `count` of 0: no sample had a value."""
 
+LARGEST = float(np.finfo(np.float32).max)
+
 Summary = NDArray[Any]
 """(len(METRICS),) of RECORD: one bucket, in the order of METRICS."""
 
 
 def summarize_sample(values: Mapping[str, float | None]) -> Summary:
-    """One sample as a bucket of its own; what is undefined, and what is no finite number, counts as no sample."""
+    """One sample as a bucket of its own; what is undefined, and what is no finite number of a record, counts as no
+    sample."""
     summary = np.zeros(len(METRICS), RECORD)
     for row, metric in enumerate(METRICS):
         value = values.get(metric)
-        if value is not None and math.isfinite(value):
+        if value is not None and abs(value) <= LARGEST:
             summary[row] = (1, value, value, value)
     return summary
 

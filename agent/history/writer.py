@@ -115,25 +115,45 @@ class HistoryWriter:
             self._give_up(DatabaseUnusable(Fault.CORRUPT, "a reader met damage"))
         if self._database is None and not self._open():
             return
-        entries, database, written = self._take(), self._database, 0
-        if database is None:
+        if (database := self._database) is None:
             return
+        trouble = self._write(database, self._take())
+        if trouble is None:
+            trouble = self._keep_up(database)
+        if trouble is not None:
+            self._give_up(trouble)
+
+    # ---- the file -------------------------------------------------------------------------------------------------
+
+    def _write(self, database: HistoryDatabase, entries: Sequence[Entry]) -> DatabaseUnusable | None:
+        """All of them, piece by piece; or why not. What is not written is lost, and counted, whatever happened."""
+        lost = len(entries)
         try:
             for piece in _pieces(entries):
                 self._make_room(database)
-                database.write(piece)
-                written += len(piece)
-            self._trouble = None
-            self._log.on_change("history", str(self.path), "is kept", quiet_first="is kept")
-            if self._clock.monotonic() >= self._upkeep_at:
-                self._upkeep_at = self._clock.monotonic() + UPKEEP_SECONDS
-                self._look_after(database)
+                left_out = database.write(piece)
+                lost -= len(piece) - len(left_out)
+                for why in left_out:  # said once of each kind
+                    self._log.on_change("history", why, "cannot be kept", level=logging.WARNING)
         except DatabaseUnusable as error:
+            return error
+        finally:
             with self._lock:
-                self._lost[DISK] += len(entries) - written
-            self._give_up(error)
+                self._lost[DISK] += lost
+        self._trouble = None
+        self._log.on_change("history", str(self.path), "is kept", quiet_first="is kept")
+        return None
 
-    # ---- the file -------------------------------------------------------------------------------------------------
+    def _keep_up(self, database: HistoryDatabase) -> DatabaseUnusable | None:
+        """Look after the file where it is time; or why that failed."""
+        if self._clock.monotonic() < self._upkeep_at:
+            return None
+        self._upkeep_at = self._clock.monotonic() + UPKEEP_SECONDS
+        try:
+            self._look_after(database)
+        except DatabaseUnusable as error:
+            return error
+        return None
 
     def _guarded_step(self) -> None:
         try:
