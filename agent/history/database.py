@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,7 @@ MAX_CHAINS = 1024
 MARKS_KEEP_SECONDS = 30 * 86_400.0
 MAX_MARKS, MAX_LINES = 100_000, 2_000
 AHEAD_SECONDS = 120.0  # what lies farther in the future is of a clock that was wrong
+MARKS_SHARE, LINES_SHARE = 1 / 6, 1 / 12  # of the size, what is left of these at least where room is made
 LARGEST = 2**63 - 1  # number that SQLite keeps; a map's counters are unsigned
 LAST_ID = 2**62  # of a frame: no agent lives to see it, so that a larger one is damage
 # Of an entry that no disk would take: a text that is no Unicode, a number too large, a detail that is no JSON.
@@ -72,6 +74,11 @@ SCHEMA = (
     "CREATE INDEX marks_by_time ON marks (pool, time_ms)",
     "CREATE TABLE lines (id INTEGER PRIMARY KEY, line TEXT NOT NULL)",
 )
+# What a row of each takes, nearly: its texts, and what SQLite has around them and in an index.
+TEXT_BYTES = {
+    "marks": "length(CAST(text AS BLOB)) + length(CAST(detail AS BLOB)) + 2 * length(CAST(pool AS BLOB)) + 50",
+    "lines": "length(CAST(line AS BLOB)) + 10",
+}
 Done = TypeVar("Done")
 
 
@@ -193,16 +200,18 @@ class HistoryDatabase:
         self._transact(lambda: self._expire(now_unix))
 
     def shrink(self) -> int:
-        """Where the file is nearly as large as it may be, drop the oldest; returns how many chains of frames, or
-        stretches of samples, that were."""
+        """Where the file is nearly as large as it may be, drop the oldest; returns how many chains of frames, and
+        rows of everything else, that were.
+
+        Marks and lines keep a share of their own and no more, so that neither they nor frames push the others out.
+        """
         dropped = 0
         full = self._budget - max(ROOM_SHARE * self._budget, ROOM_BYTES)
         if self.used_bytes() <= full:
             return dropped
-        while self.used_bytes() > full - DROP_SHARE * self._budget:
-            if not (gone := self._transact(self._drop_oldest)):
-                break
-            dropped += gone
+        for drop in self._what_goes():
+            while self.used_bytes() > full - DROP_SHARE * self._budget and (gone := self._transact(drop)):
+                dropped += gone
         if dropped and self._number("PRAGMA page_count") * self._page_bytes > self._budget:
             # Larger than it may be now: an earlier agent had a higher limit.
             with _translated():
@@ -339,17 +348,36 @@ class HistoryDatabase:
                 return dropped
         return 0
 
-    def _drop_oldest(self) -> int:
-        """Frames first: they take most of the room, and the numbers say more of what is long past."""
+    def _what_goes(self) -> Iterator[Callable[[], int]]:
+        """What makes room, in this order, each until it has no more to give. Frames before samples: they take most of
+        the room, and the numbers say more of what is long past."""
+        shares = {"marks": MARKS_SHARE * self._budget, "lines": LINES_SHARE * self._budget}
+        for table, share in shares.items():
+            yield partial(self._drop_texts, table, share)
+        yield partial(self._drop_chains, "TRUE", ())
+        yield self._drop_samples
+        for table in shares:
+            yield partial(self._drop_texts, table, 0.0)
+
+    def _drop_texts(self, table: str, share_bytes: float) -> int:
+        """Drop the oldest rows of a table, while it holds more than that; returns how many."""
+        size = TEXT_BYTES[table]
         run = self._connection.execute
-        if dropped := self._drop_chains("TRUE", ()):
-            return dropped
-        first = run("SELECT min(start) FROM samples").fetchone()[0]
-        if first is None:
-            return 0
-        run("DELETE FROM samples WHERE start < ?", (first + DROPPED_SECONDS,))
+        excess = run(f"SELECT coalesce(sum({size}), 0) FROM {table}").fetchone()[0] - share_bytes  # noqa: S608 - ours
+        gone, last, dropped = 0, 0, 0
+        for id, length in run(f"SELECT id, {size} FROM {table} ORDER BY id"):  # noqa: S608
+            if gone >= min(excess, PIECE_BYTES):
+                break
+            gone, last, dropped = gone + length, id, dropped + 1
+        if dropped:
+            run(f"DELETE FROM {table} WHERE id <= ?", (last,))  # noqa: S608
+        return dropped
+
+    def _drop_samples(self) -> int:
         self._open_buckets.clear()
-        return 1
+        # The sum is SQLite's, which knows no number that is too large for it.
+        oldest = "DELETE FROM samples WHERE start < (SELECT min(start) FROM samples) + ?"
+        return self._connection.execute(oldest, (DROPPED_SECONDS,)).rowcount
 
     def _drop_chains(self, which: str, values: tuple[float, ...]) -> int:
         """Drop some of those chains, the oldest first; returns how many."""

@@ -15,7 +15,7 @@ from alerts.model import Phase
 from alerts.state import AlertState
 
 KEPT_STATES = ("live", "stalled", "sleeping")  # in the others the blocks are those of an earlier time
-MAX_LINE = 4000  # characters of a line of the log
+MAX_LINE = 4000  # characters of a line of the log, and of a mark's text
 
 
 class Recorder:
@@ -59,7 +59,7 @@ class Recorder:
         """Something was decided, asked for or done."""
         detail = {"outcome": entry.outcome, "asked_by": entry.asker.route, "seconds": entry.seconds}
         text = f"{entry.action}: {entry.outcome}" + (f", {entry.reason}" if entry.reason else "")
-        self._put(Mark(entry.time_unix, entry.engine, "decision", text, detail))
+        self._put(Mark(entry.time_unix, entry.engine, "decision", text[:MAX_LINE], detail))
 
     def _note_state(self, sample: PoolSample, now_unix: float) -> None:
         incarnation = sample.identity.incarnation
@@ -70,7 +70,7 @@ class Recorder:
         if known is not None and known[1] != incarnation:
             self._put(Mark(now_unix, sample.id, "engine", "the engine was started anew", detail))
         text = f"the engine is {sample.state}" + (f": {sample.reason}" if sample.reason else "")
-        self._put(Mark(now_unix, sample.id, "engine", text, detail))
+        self._put(Mark(now_unix, sample.id, "engine", text[:MAX_LINE], detail))
 
 
 class LineHandler(logging.Handler):
@@ -88,4 +88,4 @@ class LineHandler(logging.Handler):
 def _alert_mark(state: AlertState, word: str, now_unix: float) -> Mark:
     alert = state.alert
     detail = {"rule": alert.rule, "severity": alert.severity.value, "labels": dict(alert.labels)}
-    return Mark(now_unix, state.source, "alert", f"{alert.rule} {word}: {alert.summary}", detail)
+    return Mark(now_unix, state.source, "alert", f"{alert.rule} {word}: {alert.summary}"[:MAX_LINE], detail)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agent.history.database import PIECE_BYTES, Entry, Frame, HistoryDatabase, Line, unusable
+from agent.history.database import PIECE_BYTES, Entry, Frame, HistoryDatabase, Line, Mark, unusable
 from agent.log import EventLog
 from agent.sampling.model import Clock
 from alerts.database import DatabaseUnusable, Fault, set_aside
@@ -29,7 +29,7 @@ EVEN_SECONDS = 600.0  # that a clock must have gone evenly before anything is dr
 STEP_SECONDS = 5.0  # a clock that is off by more was set
 MAX_ENTRIES = 20_000
 MAX_BYTES = 64 * 2**20
-ENTRY_BYTES = 1000  # what one is taken for, besides its blocks
+ENTRY_BYTES = 1000  # what one is taken for, besides its blocks or texts
 
 QUEUE, DISK = "queue", "disk"
 
@@ -77,7 +77,7 @@ class HistoryWriter:
 
     def put(self, entry: Entry) -> bool:
         """Have it kept; False where it is lost, since those before it were not written yet. Never waits for a disk."""
-        size = ENTRY_BYTES + (entry.states.nbytes if isinstance(entry, Frame) else 0)
+        size = _size(entry)
         with self._lock:
             fits = len(self._waiting) < MAX_ENTRIES and self._waiting_bytes + size <= MAX_BYTES
             if fits:
@@ -118,8 +118,8 @@ class HistoryWriter:
         if (database := self._database) is None:
             return
         trouble = self._write(database, self._take())
-        if trouble is None:
-            trouble = self._keep_up(database)
+        if trouble is None or trouble.fault is Fault.UNWRITABLE:  # where nothing can be written, what is old makes room
+            trouble = self._keep_up(database) or trouble
         if trouble is not None:
             self._give_up(trouble)
 
@@ -246,9 +246,22 @@ def _pieces(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
     """Cut into what goes into one transaction each."""
     first, size = 0, 0
     for number, entry in enumerate(entries):
-        size += entry.states.nbytes if isinstance(entry, Frame) else 0
+        size += _size(entry)
         if size >= PIECE_BYTES:
             yield entries[first : number + 1]
             first, size = number + 1, 0
     if first < len(entries):
         yield entries[first:]
+
+
+def _size(entry: Entry) -> int:
+    """Bytes that it takes, about."""
+    if isinstance(entry, Frame):
+        return ENTRY_BYTES + entry.states.nbytes
+    if isinstance(entry, Mark):
+        return ENTRY_BYTES + _bytes(entry.text) + _bytes(repr(entry.detail))
+    return ENTRY_BYTES + (_bytes(entry.text) if isinstance(entry, Line) else 0)
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode("utf-8", "replace"))
