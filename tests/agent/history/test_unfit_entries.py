@@ -90,12 +90,16 @@ def test_whatever_a_write_raises_the_next_one_begins_anew(make_past: MakePast, m
     assert kept(past) == 10
 
 
-def test_a_frame_number_that_cannot_be_is_damage(make_past: MakePast) -> None:
-    """One bit of the file: every frame after it would have a number that SQLite does not know."""
+@pytest.mark.parametrize(
+    "damage",
+    ["UPDATE frames SET id = 9223372036854775807 WHERE id = 1", "UPDATE pools SET name = CAST(x'6bff' AS TEXT)"],
+)
+def test_one_byte_of_the_file_does_not_end_the_history(damage: str, make_past: MakePast) -> None:
+    """After the first, every frame would have a number that SQLite does not know; the second could not be read."""
     past = make_past()
     past.writer.put(Frame(POOL, past.after(1), "a", 2, states()))
     past.write()
-    past.writer._database._connection.execute("UPDATE frames SET id = 9223372036854775807 WHERE id = 1")
+    past.writer._database._connection.execute(damage)
     past.end()
     again = make_past(start_unix=past.now + 1)
     for _ in range(2):
