@@ -141,10 +141,10 @@ def test_nobody_waits_for_a_disk_that_hangs(make_past: MakePast, monkeypatch: py
     written, release = database.write, threading.Event()
     hanging = threading.Event()
 
-    def hang(entries: Any) -> None:
+    def hang(entries: Any) -> Any:
         hanging.set()
         assert release.wait(120)
-        written(entries)
+        return written(entries)
 
     database.write = hang
     past.writer.put(Sample(POOL, past.after(1), {"used": 1.0}))
