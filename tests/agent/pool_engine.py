@@ -2,8 +2,8 @@
 
 `pool_engine.py JSON` takes one object: folder, engine_id, policy, blocks, live (share), churn (sequences that end and
 others that begin, a second), kind, relocation (may it be switched?), consumer, moving, control, chunk (moves a step at
-most). It prints one line of JSON when it serves, and checks after each run that every table still leads to its own
-contents; where one does not, it ends with status 3.
+most), hold (a file: while it is there, no run goes on). It prints one line of JSON when it serves, and checks after
+each run that every table still leads to its own contents; where one does not, it ends with status 3.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class Engine:
             self.publish()
 
     def step_run(self) -> None:
-        if self.run is None or self.run.step():
+        hold = self.options.get("hold")
+        if self.run is None or (hold and Path(hold).exists()) or self.run.step():
             return
         report, ticket = self.run.report(), self.ticket
         self.run = self.ticket = None

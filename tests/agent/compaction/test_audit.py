@@ -316,7 +316,7 @@ import sys
 from pathlib import Path
 from agent.compaction import audit
 from agent.compaction.audit import MIN_FILE_BYTES, Asker, AuditEntry, AuditLog
-audit.LOCK_SECONDS = 60.0  # nobody writes without a pause but here, where one may wait for all that the others write
+audit.LOCK_SECONDS = 250.0  # nobody writes without a pause but here, where one may wait for all that the others write
 log = AuditLog(Path(sys.argv[1]), max_file_bytes=MIN_FILE_BYTES, kept_files=50)
 first = int(sys.argv[2])
 print("ready", flush=True)
@@ -344,7 +344,7 @@ def test_several_agents_rotate_one_file_and_lose_nothing(tmp_path: Path) -> None
         assert agent.stdout is not None
         assert agent.stdout.readline() == "ready\n"
     for agent in agents:
-        agent.communicate("go\n", timeout=60)
+        agent.communicate("go\n", timeout=300)
     assert [agent.returncode for agent in agents] == [0, 0, 0]
     files = list(tmp_path.iterdir())
     assert len(files) > 5
@@ -353,7 +353,10 @@ def test_several_agents_rotate_one_file_and_lose_nothing(tmp_path: Path) -> None
     assert all(file.stat().st_size > MIN_FILE_BYTES // 2 for file in files if file != path)
 
 
-def test_two_agents_that_find_a_file_full_rotate_it_once(open_log: Callable[..., AuditLog], tmp_path: Path) -> None:
+def test_two_agents_that_find_a_file_full_rotate_it_once(
+    open_log: Callable[..., AuditLog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "LOCK_SECONDS", 60.0)
     path = tmp_path / "audit.jsonl"
     one, other = (open_log(path, max_file_bytes=MIN_FILE_BYTES) for _ in range(2))
     count = 0
@@ -376,8 +379,9 @@ def test_two_agents_that_find_a_file_full_rotate_it_once(open_log: Callable[...,
 
 
 def test_a_file_that_was_rotated_while_its_lock_was_waited_for_is_left(
-    open_log: Callable[..., AuditLog], tmp_path: Path
+    open_log: Callable[..., AuditLog], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(audit, "LOCK_SECONDS", 60.0)
     path, moved = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
     log = open_log(path)
     log.record(entry(0))

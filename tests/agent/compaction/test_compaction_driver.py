@@ -286,12 +286,18 @@ def test_an_agent_killed_while_it_waits(
     assert client.compact(pool.id).decision == "reached"
 
 
-def test_an_agent_that_ends_does_not_wait_for_a_run(start_pool: Start, start_agent: Start, wait_until: Start) -> None:
-    pool = start_pool(blocks=4096, chunk=1)
+def test_an_agent_that_ends_does_not_wait_for_a_run(
+    start_pool: Start, start_agent: Start, wait_until: Start, tmp_path: Path
+) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    pool = start_pool(hold=str(hold))
     agent = start_agent("--interval-seconds", "0.1", "--compaction-for-seconds", "0")
     wait_until(lambda: status_of(pool.path).running)
     assert agent.stop() == 0
     assert status_of(pool.path).running  # a control: the run was still under way
+    hold.unlink()
+    assert wait_until(lambda: status_of(pool.path).last_report).decision == "reached"
 
 
 # With an engine that is the test's own
