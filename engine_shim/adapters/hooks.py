@@ -65,6 +65,11 @@ class Hooks:
         """The hook on that method, for a layer that changes what is inside."""
         return next((hook for hook in self._hooks if hook.owner is owner and hook.name == name), None)
 
+    def drop(self, hook: Hook) -> None:
+        """Take one hook off and hold its object no longer: the engine has replaced it by another."""
+        hook.remove()
+        self._hooks = [one for one in self._hooks if one is not hook]
+
     def remove_all(self) -> None:
         """Leave every object as it was found, the last hook first. Idempotent."""
         while self._hooks:

@@ -57,7 +57,7 @@ class PoolTap:
         self.left: list[tuple[list[int], int]] = []  # blocks still in use, and the owner that gave them back
         self._dropped: list[int] = []  # blocks whose hashes went since somebody looked
         self._hooks: Hooks | None = None
-        self._hash_table: Any = None
+        self._hashes: Hook | None = None  # the one on the pool's table of hashes
 
     def install(self, hooks: Hooks) -> None:
         """Put the hooks on. The pool must hold nothing but what `resync` of the audit tells of."""
@@ -83,10 +83,12 @@ class PoolTap:
         self.settle()
 
     def _watch_hashes(self) -> None:
-        table = self.pool.cached_block_hash_to_block
-        if self._sees_evictions and self._hooks is not None and table is not self._hash_table:
-            self._hash_table = table  # reset_prefix_cache makes a new one
-            self._hooks.wrap(table, "pop", self._around_pop)
+        table, before = self.pool.cached_block_hash_to_block, self._hashes
+        if not self._sees_evictions or self._hooks is None or (before is not None and before.owner is table):
+            return
+        if before is not None:  # reset_prefix_cache makes a new one, and the old one is to go with all its entries
+            self._hooks.drop(before)
+        self._hashes = self._hooks.wrap(table, "pop", self._around_pop)
 
     def _tell_evicted(self) -> None:
         blocks = self.pool.blocks
