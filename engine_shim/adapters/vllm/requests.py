@@ -18,6 +18,8 @@ from engine_shim.allocation_map.map_observer import MapObserver
 
 _computed = attrgetter("num_computed_tokens")
 
+_NO_TAIL = -2  # no block is being filled; -1 is where the last token of a request without computed tokens would be
+
 
 class Holding(NamedTuple):
     """One block in one request's table."""
@@ -45,9 +47,9 @@ class RequestBook:
         self._rows: dict[str, int] = {}
         self._free_rows: list[int] = []
         self._owner: NDArray[np.int64] = np.zeros(64, np.int64)
-        self._tail_index: NDArray[np.int64] = np.full((64, len(self._groups)), -1, np.int64)
+        self._tail_index: NDArray[np.int64] = np.full((64, len(self._groups)), _NO_TAIL, np.int64)
         self._tail_block: NDArray[np.int64] = np.zeros((64, len(self._groups)), np.int64)
-        self._ending: list[str] = []
+        self._ending: dict[str, int] = {}  # and the last step that was scheduled when vLLM forgot it
 
     def owner_of(self, request_id: str) -> int:
         """The owner value of a request, which is announced when it is new; 0 where the owner table is full."""
@@ -64,20 +66,33 @@ class RequestBook:
     def emptied(self, request_id: str) -> None:
         """The request's tables are gone: it was preempted, or has ended."""
         if (row := self._rows.get(request_id)) is not None:
-            self._tail_index[row] = -1
+            self._tail_index[row] = _NO_TAIL
 
     def ended(self, request_id: str) -> None:
         """vLLM has forgotten the request. While its blocks wait for a step in flight it is still named."""
         if request_id in self._rows:
-            self._ending.append(request_id)
+            self._ending[request_id] = int(getattr(self._scheduler, "sched_step_seq", 0))
 
     def close_ended(self) -> None:
         """Close those that ended and whose blocks have all gone back."""
-        if self._ending and not getattr(self._scheduler, "deferred_frees", None):
-            for request_id in self._ending:
-                if request_id not in self._requests:  # the id may have come back
-                    self._close(request_id)
-            self._ending.clear()
+        if not self._ending:
+            return
+        for request_id in self._settled():
+            del self._ending[request_id]
+            if request_id not in self._requests:  # the id may have come back
+                self._close(request_id)
+
+    def _settled(self) -> list[str]:
+        """Those that ended and whose blocks wait for no step. With two batches in flight some request's blocks always
+        wait, so each goes by its own step; and by the one after, since vLLM gives blocks back in the order in which
+        they began to wait, and a copy on write among them may wait for one step more than what comes behind it."""
+        scheduler = self._scheduler
+        if not getattr(scheduler, "deferred_frees", None):
+            return list(self._ending)
+        processed = getattr(scheduler, "processed_step_seq", None)
+        if processed is None or not hasattr(scheduler, "sched_step_seq"):
+            return []
+        return [request_id for request_id, step in self._ending.items() if step < processed]
 
     def renamed(self, moves: Mapping[int, int]) -> None:
         """Blocks whose contents are in others now, tables and all."""
@@ -116,10 +131,14 @@ class RequestBook:
 
     def scheduled(self, counts: Mapping[str, int]) -> None:
         """A step was scheduled: `counts` new tokens by request id, already part of each request's computed tokens."""
-        total = len(counts)
+        if not counts:
+            return
+        self._observer.counted("tokens_written", sum(counts.values()))
+        # A step may be shown after the output of the one before it, with which requests end, or after an abort.
+        names = list(filter(self._requests.__contains__, counts))
+        total = len(names)
         if not total:
             return
-        names = list(counts)
         rows = np.fromiter(
             (self._rows[name] if name in self._rows else self._open(name) for name in names), np.int64, total
         )
@@ -138,7 +157,7 @@ class RequestBook:
                     group, names[place], int(rows[place]), int(index[place]), int(computed[place]), blocks, tokens
                 )
         self._observer.progressed(self._owner[rows].tolist(), computed.tolist())
-        self._observer.wrote(blocks, tokens, sum(counts.values()))
+        self._observer.wrote(blocks, tokens, 0)
 
     def _advance(
         self, group: int, name: str, row: int, index: int, computed: int, blocks: list[int], tokens: list[int]
@@ -158,7 +177,7 @@ class RequestBook:
             self._tail_index[row, group] = index
             self._tail_block[row, group] = table[index].block_id
         else:
-            self._tail_index[row, group] = -1
+            self._tail_index[row, group] = _NO_TAIL
 
     def _open(self, request_id: str) -> int:
         request = self._requests.get(request_id)
@@ -173,11 +192,11 @@ class RequestBook:
             row = len(self._rows)
             if row == len(self._owner):
                 self._owner = np.concatenate((self._owner, np.zeros_like(self._owner)))
-                self._tail_index = np.concatenate((self._tail_index, np.full_like(self._tail_index, -1)))
+                self._tail_index = np.concatenate((self._tail_index, np.full_like(self._tail_index, _NO_TAIL)))
                 self._tail_block = np.concatenate((self._tail_block, np.zeros_like(self._tail_block)))
         self._rows[request_id] = row
         self._owner[row] = owner
-        self._tail_index[row] = -1
+        self._tail_index[row] = _NO_TAIL
         return row
 
     def _close(self, request_id: str) -> None:

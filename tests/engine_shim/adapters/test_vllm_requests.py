@@ -117,3 +117,62 @@ def test_requests_that_ended_unseen_are_swept(observer: MapObserver) -> None:
     assert book.sweep() == 0
     assert book.known_owner("r1") == 0
     assert book.known_owner("r2") != 0
+
+
+def test_a_request_that_was_preempted_before_its_step_is_shown_fills_no_block(observer: MapObserver) -> None:
+    """Another one has its blocks by then."""
+    scheduler, manager = engine(2)
+    book = RequestBook(scheduler, [manager], observer, null=0, hash_ids=False)
+    for name, blocks in (("r0", [1, 2]), ("r1", [3, 4])):
+        observer.allocated(blocks, book.owner_of(name))
+    book.scheduled(dict.fromkeys(scheduler.requests, BLOCK + 1))
+    observer.step_ended(2, 0)
+    assert observer.columns["tokens"][:5].tolist() == [0, BLOCK, 1, BLOCK, 1]
+    scheduler.requests["r0"].num_computed_tokens = 0
+    manager.req_to_blocks["r1"] += manager.req_to_blocks.pop("r0")
+    book.emptied("r0")
+    scheduler.requests["r1"].num_computed_tokens += 1
+    book.scheduled(dict.fromkeys(scheduler.requests, 1))
+    observer.step_ended(1, 1)
+    assert observer.columns["tokens"][:5].tolist() == [0, BLOCK, 1, BLOCK, 2]
+    assert observer.path is not None
+    tokens = {entry.request_id: entry.tokens for entry in MapReader(observer.path).read().owners}
+    assert tokens == {"r0": 0, "r1": BLOCK + 2}
+
+
+def test_each_ended_request_waits_for_its_own_step(observer: MapObserver) -> None:
+    """With a KV consumer and two batches in flight blocks of some request wait in every step."""
+    scheduler, manager = engine(50)
+    scheduler.sched_step_seq = scheduler.processed_step_seq = 0
+    book = RequestBook(scheduler, [manager], observer, null=0, hash_ids=False)
+    for name in list(scheduler.requests):
+        book.owner_of(name)
+    for name in list(scheduler.requests):
+        scheduler.sched_step_seq += 1
+        del scheduler.requests[name]
+        scheduler.deferred_frees.append((scheduler.sched_step_seq, []))
+        book.ended(name)
+        scheduler.processed_step_seq = scheduler.sched_step_seq - 1
+        while scheduler.deferred_frees[0][0] <= scheduler.processed_step_seq:
+            scheduler.deferred_frees.popleft()
+        book.close_ended()
+        waiting = {request for request in book._rows if request not in scheduler.requests}
+        assert name in waiting
+        assert len(waiting) <= 2
+        assert len(book._ending) <= 2
+        assert book.sweep() == 0
+    scheduler.deferred_frees.clear()
+    book.close_ended()
+    assert book._rows == {}
+
+
+def test_an_id_that_came_back_stays_open(observer: MapObserver) -> None:
+    scheduler, manager = engine(1)
+    book = RequestBook(scheduler, [manager], observer, null=0, hash_ids=False)
+    owner = book.owner_of("r0")
+    request = scheduler.requests.pop("r0")
+    book.ended("r0")
+    scheduler.requests["r0"] = request
+    book.close_ended()
+    assert book.known_owner("r0") == owner
+    assert book.sweep() == 0
