@@ -24,17 +24,28 @@ AUDIT_STEPS = 32  # steps from one part of the audit to the next
 class Attachment:
     """One scheduler under observation, from `attach` to `stop`. `reason`: why nothing is watched, "" while it is."""
 
-    def __init__(self, scheduler: Any, findings: Findings, version: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        findings: Findings,
+        version: str,
+        environment: Mapping[str, str],
+        *,
+        on_stopped: Callable[[Attachment], None] = lambda one: None,
+    ) -> None:
+        """`on_stopped` hears, once, that this scheduler is watched no more."""
         self.scheduler = scheduler
         self.findings = findings
         self.hooks = Hooks()
         self.pools: list[WatchedPool] = []
         self.reason = ""
-        self.steering = Steering(scheduler, environment, turn_off=self.turn_off, stop_if_asked=self.stop_if_asked)
+        self.steering = Steering(scheduler, environment, turn_off=self._ask_off, stop_if_asked=self.stop_if_asked)
+        self._on_stopped = on_stopped
         self._version = version
         self._environment = environment
         self._audit_steps = whole_number(environment, "KVATLAS_AUDIT_STEPS", AUDIT_STEPS)
         self._steps = 0
+        self._devices_named = False
         self._counts: Mapping[str, int] | None = None  # tokens by request of a step that is not shown yet
         self._running_shown = 0
         # vLLM asks for this in each step, right after it has started the forward pass.
@@ -46,13 +57,18 @@ class Attachment:
         """Make the maps and put the hooks on. What raises half-way is for the caller to undo with `stop`."""
         self._open_maps()
         if all(watched.observer.path is None for watched in self.pools):
-            self.reason = self.pools[0].observer.reason
+            self.stop(self.pools[0].observer.reason or "no map could be made")
             return
         self.steering.prepare(self.pools[0])  # its hooks stand inside of those of observation
         self._install()
 
     def turn_off(self, reason: str) -> None:
-        """Stop watching at the next step, take every hook off and remove the maps. From any thread."""
+        """Stop watching at the next step, or at once where the engine core idles: take every hook off and remove the
+        maps. From any thread."""
+        self._ask_off(reason)
+        self.steering.wake()
+
+    def _ask_off(self, reason: str) -> None:
         self._asked_off = reason or "turned off"
 
     def stop_if_asked(self) -> None:
@@ -73,6 +89,7 @@ class Attachment:
                 watched.observer.turn_off(reason)
             else:
                 watched.observer.close()
+        self._on_stopped(self)
 
     def fault(self, error: BaseException) -> None:
         """Something of ours failed: the maps stay, marked as degraded, and vLLM goes on without us."""
@@ -96,6 +113,7 @@ class Attachment:
         self.attach()
 
     def _open_maps(self) -> None:
+        self._devices_named = False
         scheduler = self.scheduler
         pools = [scheduler.kv_cache_manager.block_pool]
         if self.findings.requests:
@@ -163,7 +181,7 @@ class Attachment:
                 watched.book.scheduled(counts)
         self._show(step=bool(counts))
         self._steps += 1
-        if self._steps == 1:
+        if not self._devices_named:
             self._name_devices()
         if self._audit_steps and self._steps % self._audit_steps == 0:
             self._audit()
@@ -195,6 +213,8 @@ class Attachment:
                 return
 
     def _name_devices(self) -> None:
+        """Once a map, and not before its first step: a driver may take its time, and the engine has started by then."""
+        self._devices_named = True
         try:
             uuids = identity.gpu_uuids(self.scheduler.vllm_config)
         except Exception as error:  # noqa: BLE001 - whatever a driver says, the map is whole without
@@ -238,7 +258,7 @@ class Attachment:
                     for watched in self.pools:
                         watched.pins.release(name)
 
-    def _prefix_looked_up(self, _: Any, request: Any, num_hits: int) -> None:
+    def _prefix_looked_up(self, _: Any, request: Any, num_hits: int, *__: Any, **___: Any) -> None:
         cache = self.scheduler.kv_cache_manager
         if getattr(cache, "prefix_cache_lookup_enabled", lambda _: True)(request):
             self._count("prefix_query_tokens", int(request.num_tokens))
@@ -251,7 +271,7 @@ class Attachment:
             for watched in self.pools:
                 watched.keep(name)
 
-    def _request_gone(self, _: Any, request: Any) -> None:
+    def _request_gone(self, _: Any, request: Any, *__: Any, **___: Any) -> None:
         name = request.request_id
         for watched in self.pools:
             watched.pins.release(name)

@@ -44,12 +44,12 @@ def register() -> None:
 
 def attachments() -> tuple[Attachment, ...]:
     """The engine cores of this process that are watched now."""
-    _attachments[:] = [one for one in _attachments if not one.reason]
-    return tuple(_attachments)
+    return tuple(one for one in _attachments if not one.reason)
 
 
 def turn_off(reason: str = "turned off") -> int:
-    """Stop watching every engine core of this process at its next step; how many those are. From any thread."""
+    """Stop watching every engine core of this process, at its next step or at once where it idles; how many those are.
+    From any thread."""
     watched = attachments()
     for one in watched:
         one.turn_off(reason)
@@ -70,7 +70,7 @@ def attach(scheduler: Any, environment: Mapping[str, str] = os.environ) -> Attac
             _give_up(f"{what}: {'; '.join(findings.problems)}", version=str(vllm.__version__))
         if not findings.pool:
             return None
-        one = Attachment(scheduler, findings, str(vllm.__version__), environment)
+        one = Attachment(scheduler, findings, str(vllm.__version__), environment, on_stopped=_forget)
         one.attach()
         if one.reason:  # no map: MapObserver has said why
             return None
@@ -85,6 +85,12 @@ def attach(scheduler: Any, environment: Mapping[str, str] = os.environ) -> Attac
     paths = ", ".join(str(watched.observer.path) for watched in one.pools)
     log.info("publishing vLLM's block pool to %s", paths)
     return one
+
+
+def _forget(one: Attachment) -> None:
+    """It holds its engine, which must be freed as it would be without us."""
+    if one in _attachments:
+        _attachments.remove(one)
 
 
 def _close_maps() -> None:
@@ -175,7 +181,7 @@ def _watch_cores() -> None:
 def _naming_core(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in _attachments:
+        for one in tuple(_attachments):
             if one.steering.core is None and one.scheduler is getattr(self, "scheduler", None):
                 one.steering.core = self
         return stock(self, *args, **kwargs)

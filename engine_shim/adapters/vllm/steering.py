@@ -96,13 +96,14 @@ class Steering:
             server.close()
 
     def stop(self, reason: str) -> None:
-        """Change nothing any more. Idempotent."""
+        """Change nothing any more, and hold the engine core no longer. Idempotent."""
         if self.relocator is not None:
             self.relocator.stop(reason)
         if self.compactor is not None:
             self.compactor.set_moving(False, reason)
             self.compactor.step()  # so that whoever waits for a run hears that it is over
         self.close()
+        self.core = None
 
     def relocate(self, on: bool) -> None:
         """Switch relocating allocation on or off from the next step on, where there is a relocator."""
@@ -120,7 +121,8 @@ class Steering:
             return
         from vllm.v1.engine import EngineCoreRequestType
 
-        callbacks.append(self._idle)
+        if self._idle not in callbacks:  # a core that never idles calls none: one that waits serves all who ask
+            callbacks.append(self._idle)
         queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def _idle(self, core: Any) -> None:
