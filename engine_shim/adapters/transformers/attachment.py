@@ -173,19 +173,26 @@ class Attachment:
     def _around_can_store(self, hook: Hook) -> Method:
         """Called for every candidate in every step, and of interest where it says no: hence a wrapper of its own."""
 
-        def can_store_request_tokens(state: Any, request_len: int, dry_run: bool = False) -> Any:
-            stored = hook.inner(state, request_len, dry_run)
-            if not stored and not dry_run:
-                self.observer.counted("allocation_failures")
+        def can_store_request_tokens(*args: Any, **kwargs: Any) -> Any:
+            stored = hook.inner(*args, **kwargs)
+            if not stored:
+                try:
+                    self._not_stored(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - a fault of ours must not reach the engine
+                    self.fault(error)
             return stored
 
         return can_store_request_tokens
 
-    def _blocks_freed(self, _: Any, request_id: str, no_cache: bool = False) -> None:
+    def _not_stored(self, state: Any, request_len: int, dry_run: bool = False, *_: Any, **__: Any) -> None:
+        if not dry_run:
+            self.observer.counted("allocation_failures")
+
+    def _blocks_freed(self, _: Any, request_id: str, no_cache: bool = False, *__: Any, **___: Any) -> None:
         if no_cache:  # only for a request that makes room for others
             self.observer.counted("preemptions")
 
-    def _prefix_looked_up(self, found: int, request_id: str, prompt_ids: Sequence[int]) -> None:
+    def _prefix_looked_up(self, found: int, request_id: str, prompt_ids: Sequence[int], *_: Any, **__: Any) -> None:
         if found:
             self.observer.counted("prefix_query_tokens", len(prompt_ids))
             self.observer.counted("prefix_hit_tokens", int(found))

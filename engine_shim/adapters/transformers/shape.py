@@ -6,24 +6,29 @@ cache alone, and the log says what was looked for.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
+
+from engine_shim.adapters.signatures import Parameters, differences
 
 SUPPORTED = "5.19"  # the versions these names and signatures were read in and tested with
 
 _PROCESSOR_FIELDS = ("cache", "config", "scheduler", "model_runner", "distributed_helper")
-_PROCESSOR = {"prepare_next_batch": (), "update_batch": (), "fail_all_requests": ("error",)}
+_PROCESSOR: dict[str, Parameters] = {
+    "prepare_next_batch": (...,),
+    "update_batch": (...,),
+    "fail_all_requests": ("error", ...),
+}
 _SCHEDULER_FIELDS = ("active_requests", "waiting_requests", "safety_margin")
-_SCHEDULER = {"schedule_batch": ("token_budget", "cache_budget")}
+_SCHEDULER: dict[str, Parameters] = {"schedule_batch": ("token_budget", "cache_budget", ...)}
 _CACHE_FIELDS = ("cache_allocators", "pool", "num_sectors", "bytes_per_sector", "use_prefix_sharing", "cache_tensor")
-_CACHE = {
-    "can_store_request_tokens": ("state", "request_len"),
-    "free_blocks": ("request_id", "no_cache"),
-    "search_prefix_match": ("request_id", "prompt_ids"),
+_CACHE: dict[str, Parameters] = {
+    "can_store_request_tokens": ("state", "request_len", "dry_run", ...),
+    "free_blocks": ("request_id", "no_cache", ...),
+    "search_prefix_match": ("request_id", "prompt_ids", ...),
 }
 _POOL_FIELDS = ("num_sectors", "num_reserved_sectors", "free_sectors")
-_POOL = {"count_free_blocks": ("index",)}
+_POOL: dict[str, Parameters] = {"count_free_blocks": ("index",)}
 _ALLOCATOR_FIELDS = (
     "index",
     "layer_type",
@@ -35,29 +40,24 @@ _ALLOCATOR_FIELDS = (
     "ledger",
     "pool",
 )
-_ALLOCATOR = {
-    "allocate_cache_to_request": ("request_id", "past_length", "query_length"),
+_ALLOCATOR: dict[str, Parameters] = {
+    "allocate_cache_to_request": ("request_id", "past_length", "query_length", ...),
     "acquire_prefix_blocks": ("request_id", "prefix_len", "block_ids"),
     "fork_blocks": ("source_request_id", "dest_request_id", "past_length"),
-    "free_blocks": ("request_id", "no_cache"),
-    "mark_complete_blocks": ("request_id", "token_ids"),
+    "free_blocks": ("request_id", "no_cache", ...),
+    "mark_complete_blocks": ("request_id", "token_ids", ...),
 }
 _LEDGER_FIELDS = ("shared_ref_counts", "cached_blocks", "block_to_hash")
-_LEDGER = {"evict_cached_blocks": (), "reset": ()}
+_LEDGER: dict[str, Parameters] = {"evict_cached_blocks": (), "reset": ()}
 
 
 def examine(processor: Any) -> list[str]:
     """What differs from the shape that the hooks know; empty where all is as expected. Touches nothing."""
     problems: list[str] = []
 
-    def look(what: str, holder: Any, fields: tuple[str, ...], methods: Mapping[str, tuple[str, ...]]) -> None:
+    def look(what: str, holder: Any, fields: tuple[str, ...], methods: Mapping[str, Parameters]) -> None:
         problems.extend(f"{what}.{name} is missing" for name in fields if not hasattr(holder, name))
-        for name, parameters in methods.items():
-            method = getattr(holder, name, None)
-            if not callable(method):
-                problems.append(f"{what}.{name} is missing")
-            elif (given := _parameters(method)[: len(parameters)]) != parameters:
-                problems.append(f"{what}.{name} takes {', '.join(given) or 'nothing'}, not {', '.join(parameters)}")
+        problems.extend(differences(what, holder, methods))
         if holder is not None and not hasattr(holder, "__dict__"):
             problems.append(f"{what} takes no attributes of ours")
 
@@ -87,10 +87,3 @@ def _examine_geometry(cache: Any) -> list[str]:
     if int(cache.cache_tensor.nbytes) != whole:
         problems.append(f"the cache's tensor has {cache.cache_tensor.nbytes} bytes, not the {whole} of its sectors")
     return problems
-
-
-def _parameters(method: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(method).parameters)
-    except (TypeError, ValueError):  # built in, or wrapped beyond recognition
-        return ()

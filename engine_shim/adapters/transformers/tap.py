@@ -86,13 +86,13 @@ class AllocatorTap:
     def _around_free(self, hook: Hook) -> Method:
         tables, counts, fault = self.allocator.block_table, self.ledger.shared_ref_counts, self._fault
 
-        def free_blocks(request_id: str, no_cache: bool = False) -> Any:
+        def free_blocks(request_id: str, *args: Any, **kwargs: Any) -> Any:
             try:
                 held = [(block, counts.get(block, 1)) for block in tables.get(request_id, ())]
             except Exception as error:  # noqa: BLE001 - see above
                 held = []
                 fault(error)
-            result = hook.inner(request_id, no_cache)
+            result = hook.inner(request_id, *args, **kwargs)
             try:
                 self._released(held, request_id)
                 self._book.let_go(request_id)

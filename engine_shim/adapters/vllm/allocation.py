@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
+
+from engine_shim.adapters.signatures import Parameters, differences
 
 log = logging.getLogger("kvatlas.shim")
 
@@ -23,7 +24,15 @@ _POOL_FIELDS = (
     "_emit_block_removed_events",
 )
 _QUEUE_FIELDS = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks", "iter_blocks_after")
-_HITS = ("request_id", "new_computed_blocks")
+_POOL_METHODS: dict[str, Parameters] = {
+    "get_new_blocks": ("num_blocks",),
+    "free_blocks": ("ordered_blocks",),
+    "touch": ("blocks",),
+}
+_CACHE_METHODS: dict[str, Parameters] = {"take_kv_cache_block_copies": (), "new_step_starts": ()}
+_COORDINATOR_METHODS: dict[str, Parameters] = {
+    "allocate_new_computed_blocks": ("request_id", "new_computed_blocks", ...)
+}
 # Devices whose runners make the copies that ride with a step, before its forward pass.
 _DEVICES = ("cpu", "cuda", "xpu")
 
@@ -81,15 +90,13 @@ def unknown_shape(cache: Any) -> str:
     missing = [f"BlockPool.{name}" for name in _POOL_FIELDS if not hasattr(pool, name)]
     queue = getattr(pool, "free_block_queue", None)
     missing += [f"FreeKVCacheBlockQueue.{name}" for name in _QUEUE_FIELDS if not hasattr(queue, name)]
-    missing += [f"KVCacheManager.{name}" for name in ("take_kv_cache_block_copies", "new_step_starts")
-                if not callable(getattr(cache, name, None))]  # fmt: skip
     if "kv_cache_block_copies" not in SchedulerOutput.__dataclass_fields__:
         missing.append("SchedulerOutput.kv_cache_block_copies")
     if not isinstance(getattr(pool.cached_block_hash_to_block, "_cache", None), dict):
         missing.append("BlockHashToBlockMap._cache")
     if missing:
         return f"{', '.join(missing)}: not in this vLLM"
-    given = tuple(inspect.signature(coordinator.allocate_new_computed_blocks).parameters)[: len(_HITS)]
-    if given != _HITS:
-        return f"allocate_new_computed_blocks takes {', '.join(given)}, not {', '.join(_HITS)}"
-    return ""
+    others = differences("BlockPool", pool, _POOL_METHODS)
+    others += differences("KVCacheManager", cache, _CACHE_METHODS)
+    others += differences("KVCacheCoordinator", coordinator, _COORDINATOR_METHODS)
+    return "; ".join(others)

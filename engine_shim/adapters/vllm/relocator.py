@@ -131,14 +131,16 @@ class Relocator:
         copies = self._copies
 
         def take_kv_cache_block_copies() -> Any:
-            others, retained = hook.inner()
+            taken = hook.inner()
             self._in_step = False
             if len(copies):
+                others, retained = taken
                 others = [KVCacheBlockCopy(source, destination) for source, destination in copies.drain(others)]
+                taken = others, retained
             self._left = self._limit
             if self._stopping:
                 self._hooks.remove_all()
-            return others, retained
+            return taken
 
         return take_kv_cache_block_copies
 
