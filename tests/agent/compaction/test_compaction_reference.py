@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from agent.client import AgentClient
+
 ROOT = Path(__file__).resolve().parents[3]
 ID = "engine.dp0.tp0.pp0.kv"
 BLOCKS, SEQUENCES, PROMPT_BLOCKS, BLOCK_TOKENS = 1024, 118, 8, 128
@@ -70,6 +72,11 @@ def agent_flags(*more: str) -> tuple[str, ...]:
     return ("--interval-seconds", "0.2", "--compaction-for-seconds", "1", *more)
 
 
+def told_by(client: AgentClient) -> list[str]:
+    """Outcomes in the audit log, oldest first; one is there a moment after what it tells of can be seen."""
+    return [entry.outcome for entry in reversed(client.compactions(ID).entries)]
+
+
 def test_an_ordered_engine_comes_down(
     start_reference: Start, start_agent: Start, client_of: Start, wait_until: Start
 ) -> None:
@@ -82,7 +89,7 @@ def test_an_ordered_engine_comes_down(
     assert run.fragmentation_rate_before > 0.30
     assert run.fragmentation_rate_after <= 0.12
     wait_until(lambda: client.engine(ID).fragmentation.rate <= 0.12)
-    told = [entry.outcome for entry in reversed(client.compactions(ID).entries)]
+    told = wait_until(lambda: "reached" in (outcomes := told_by(client)) and outcomes)
     assert told.index("compact") < told.index("reached")
 
 
@@ -92,7 +99,7 @@ def test_a_stock_engine_is_given_relocation_first(
     start_reference("vllm")
     client = client_of(start_agent(*agent_flags()))
     wait_until(lambda: client.engines().engines and client.engine(ID).policy == "relocating")
-    told = [entry.outcome for entry in reversed(client.compactions(ID).entries)]
+    told = wait_until(lambda: "on" in (outcomes := told_by(client)) and outcomes)
     assert told.index("relocate") < told.index("on")
 
 
