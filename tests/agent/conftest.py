@@ -235,7 +235,7 @@ def client_of() -> Iterator[Callable[[Agent], AgentClient]]:
     clients: list[AgentClient] = []
 
     def make(agent: Agent) -> AgentClient:
-        clients.append(AgentClient(agent.url, timeout_seconds=15.0))
+        clients.append(AgentClient(agent.url, timeout_seconds=60.0))
         return clients[-1]
 
     yield make

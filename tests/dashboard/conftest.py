@@ -20,9 +20,11 @@ import pytest
 from numpy.typing import NDArray
 
 from agent import wire
+from agent.client import DEFAULT_URL, AgentClient
 
 HERE = Path(__file__).parent
 START_SECONDS = 60.0
+CLIENT_SECONDS = 60.0
 STATES: tuple[wire.BlockStateName, ...] = ("free", "cached", "used", "pinned", "reserved")
 
 
@@ -251,6 +253,12 @@ class Stage:
             process = subprocess.Popen(command, text=True, env=environment, **(usual | streams))
         self._processes.append(process)
         return process
+
+
+@pytest.fixture(autouse=True)
+def patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No agent is too slow for the page, on whichever machine; the page's own clients wait for two seconds."""
+    monkeypatch.setattr(AgentClient.__init__, "__defaults__", (DEFAULT_URL, None, CLIENT_SECONDS))
 
 
 @pytest.fixture

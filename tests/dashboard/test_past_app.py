@@ -120,7 +120,7 @@ def kept(
     pool = shared_stage.pool("kept", 600)
     pool.send("run")
     url, _ = shared_stage.agent(interval_seconds="0.2", state_dir=str(tmp_path_factory.mktemp("state")))
-    with AgentClient(url, timeout_seconds=15.0) as client:
+    with AgentClient(url, timeout_seconds=60.0) as client:
         times = eventually(
             lambda: found if len(found := client.frame_times(pool.id, 0, 1e10).times_unix) >= 8 else None, "frames"
         )

@@ -32,7 +32,7 @@ def test_engines_with_and_without_a_map(
         "--engine-metrics-seconds=0.5",
         "--interval-seconds=0.2",
     )
-    with AgentClient(agent.url) as client:
+    with AgentClient(agent.url, timeout_seconds=60.0) as client:
         listed = wait_until(  # until each was asked
             lambda: (seen := client.engines()).unmapped and seen.agent.engine_metrics[2].fault and seen
         )

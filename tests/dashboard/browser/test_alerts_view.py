@@ -43,7 +43,7 @@ def world(
         webhook_url_file=str(folder / "webhook"),
         alert_rules=str(folder / "rules.yaml"),
     )
-    client = AgentClient(agent_url, timeout_seconds=15.0)
+    client = AgentClient(agent_url, timeout_seconds=60.0)
 
     def alerts() -> AlertList:
         return client.alerts()

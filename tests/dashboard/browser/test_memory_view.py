@@ -36,7 +36,7 @@ def world(shared_stage: Any, eventually: Callable[..., Any]) -> dict[str, Any]:
     steady = shared_stage.pool("steady", 2500)
     steady.send("churn 40")
     agent_url, _ = shared_stage.agent(interval_seconds="0.5", devices_seconds="0.5")
-    client = AgentClient(agent_url, timeout_seconds=15.0)
+    client = AgentClient(agent_url, timeout_seconds=60.0)
     eventually(lambda: client.devices().engines and client.devices().host, "memory was read")
     dashboard_url, _ = shared_stage.dashboard(agent_url)
     return {"steady": steady, "client": client, "dashboard": dashboard_url}

@@ -71,7 +71,7 @@ def world(
         alert_rules=str(folder / "rules.yaml"),
     )
     still.send("hold")
-    client = AgentClient(url, timeout_seconds=15.0)
+    client = AgentClient(url, timeout_seconds=60.0)
 
     def firing() -> set[str]:
         return {one.rule for one in client.alerts().open if one.state == "firing" and "mover" in str(one.labels)}

@@ -50,7 +50,7 @@ def world(
     }
     url, _ = shared_stage.replay(recorded.path, **settings)
     home, _ = shared_stage.dashboard(url)
-    with AgentClient(url, timeout_seconds=15.0) as client:
+    with AgentClient(url, timeout_seconds=60.0) as client:
         yield World(recorded, times, client, home)
 
 

@@ -44,7 +44,7 @@ def demo(tmp_path: Path, vllm_python: Path, smollm2: Path) -> Iterator[Demo]:
 def await_engine(demo: Demo, ready: Callable[[wire.EngineSummary], bool]) -> wire.EngineSummary:
     """The engine as the demo's agent tells of it, once `ready`."""
     deadline = time.monotonic() + START_SECONDS
-    with AgentClient(f"http://127.0.0.1:{demo.port}") as client:
+    with AgentClient(f"http://127.0.0.1:{demo.port}", timeout_seconds=60.0) as client:
         while True:
             assert demo.process.poll() is None, demo.process.communicate()
             assert time.monotonic() < deadline
