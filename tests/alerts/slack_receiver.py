@@ -77,7 +77,7 @@ class Receiver:
         with self._changed:
             return [request.body for request in self.requests if request.status == 200]
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
         """Until a request has made it true."""
         with self._changed:
             if not self._changed.wait_for(condition, seconds):

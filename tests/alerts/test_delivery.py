@@ -30,7 +30,7 @@ def deliver(path: Path) -> Iterator[Deliver]:
     """Starts delivery to receivers by name; everything is stopped at the end."""
     started: list[tuple[Store, Pipeline]] = []
 
-    def start(cadence: Cadence = QUICK, timeout: float = 5.0, **receivers: Receiver) -> tuple[Store, Pipeline]:
+    def start(cadence: Cadence = QUICK, timeout: float = 60.0, **receivers: Receiver) -> tuple[Store, Pipeline]:
         store = Store(path, receivers)
         sinks = [
             SlackSink(name, SecretUrl(one.url, what=name), cadence=cadence, timeout_seconds=timeout, proxy="none")
@@ -49,7 +49,7 @@ def deliver(path: Path) -> Iterator[Deliver]:
 
 def until(condition: Callable[[], bool]) -> None:
     """Of what no request tells: it is looked at again and again."""
-    last = time.monotonic() + 20
+    last = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < last
         time.sleep(0.01)

@@ -22,7 +22,7 @@ from tests.alerts.conftest import START
 from tests.alerts.slack_receiver import Answer, Receiver
 
 
-def poster(url: str, proxy: Proxy = "none", timeout: float = 5.0) -> Poster:
+def poster(url: str, proxy: Proxy = "none", timeout: float = 60.0) -> Poster:
     return Poster(SecretUrl(url, what="x", plain_http=True), timeout_seconds=timeout, proxy=proxy)
 
 

@@ -36,11 +36,11 @@ url = SecretUrl.read(what="slack", file=Path(sys.argv[1]))
 print(repr(url), str(url), f"{url!r:>60} {url}")
 cadence = Cadence(collect_seconds=0.0, group_seconds=0.0, per_second=1000)
 store = Store(Path(sys.argv[2]), ["slack"])
-sink = SlackSink("slack", url, cadence=cadence, timeout_seconds=2.0, proxy="none")
+sink = SlackSink("slack", url, cadence=cadence, timeout_seconds=5.0, proxy="none")
 pipeline = Pipeline(store, [sink], backoff=Backoff(first_seconds=0.01, longest_seconds=0.02))
 pipeline.start()
 store.commit({}, [fired(make_alert())])
-deadline = time.monotonic() + 20
+deadline = time.monotonic() + 120
 while pipeline.outcomes()["slack", "sent"] < 1 and time.monotonic() < deadline:
     time.sleep(0.02)
 print(pipeline.outcomes(), pipeline.health(), sink, vars(sink), vars(pipeline), vars(store))

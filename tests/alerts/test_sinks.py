@@ -114,11 +114,11 @@ def real_alertmanager(prometheus_tools: Path, tmp_path: Path) -> Iterator[Callab
     url = f"http://127.0.0.1:{port}"
 
     def ask() -> list[dict[str, Any]]:
-        with urllib.request.urlopen(f"{url}/api/v2/alerts", timeout=5) as reply:
+        with urllib.request.urlopen(f"{url}/api/v2/alerts", timeout=60) as reply:
             found: list[dict[str, Any]] = json.load(reply)
             return found
 
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while time.monotonic() < until:
         if running.poll() is not None:
             pytest.fail((tmp_path / "log").read_text(), pytrace=False)
@@ -129,7 +129,7 @@ def real_alertmanager(prometheus_tools: Path, tmp_path: Path) -> Iterator[Callab
     ask.url = url  # type: ignore[attr-defined]
     yield ask
     running.terminate()
-    running.wait(10)
+    running.wait(120)
 
 
 def test_alertmanager_takes_alerts_keeps_them_and_lets_them_go(real_alertmanager: Any, path: Path) -> None:
@@ -140,7 +140,7 @@ def test_alertmanager_takes_alerts_keeps_them_and_lets_them_go(real_alertmanager
     pipeline.start()
 
     def until(condition: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
-        last = time.monotonic() + 30
+        last = time.monotonic() + 120
         found: list[dict[str, Any]] = real_alertmanager()
         while not condition(found):
             assert time.monotonic() < last, found
