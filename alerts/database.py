@@ -169,7 +169,7 @@ class Database:
                     self._connection.execute(f"DELETE FROM {table}")  # noqa: S608 - a name of ours
             self._write(rows)
             self._connection.execute("COMMIT")
-        except (sqlite3.Error, ValueError) as error:  # ValueError: a text that is no Unicode
+        except Exception as error:  # as a text that is no Unicode: a transaction that stays open ends every later one
             with suppress(sqlite3.Error):  # SQLite may have rolled it back already
                 self._connection.execute("ROLLBACK")
             raise _unusable(error) from error
@@ -240,4 +240,4 @@ def _unusable(error: Exception) -> DatabaseUnusable:
         return DatabaseUnusable(Fault.CORRUPT, "its schema is not text")
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary one; extended codes stand above it
     fault = Fault.CORRUPT if code in CORRUPT else Fault.LOCKED if code in LOCKED else Fault.UNWRITABLE
-    return DatabaseUnusable(fault, str(error))
+    return DatabaseUnusable(fault, str(error) or type(error).__name__)

@@ -17,23 +17,14 @@ from typing import Final
 
 from alerts.clock import SYSTEM_CLOCK, Clock
 from alerts.database import Database, DatabaseUnusable, Fault, Rows, set_aside
-from alerts.encoding import (
-    RowUnreadable,
-    dump_alert,
-    dump_change,
-    dump_mute,
-    load_alert,
-    load_change,
-    load_mute,
-    unix_of,
-)
-from alerts.errors import AlertsError
+from alerts.encoding import dump_alert, dump_change, dump_mute
 from alerts.grouping import GROUP_BY, Waiting, group_of
 from alerts.log import log_event
-from alerts.model import Alert, Change, Severity
+from alerts.model import Change, Severity
 from alerts.mutes import Mute
 from alerts.notice import Notice
-from alerts.outbox import Backlog, Delta, Outbox, Standing
+from alerts.outbox import Backlog, Delta, Outbox
+from alerts.restoring import Since, join, read_rows
 from alerts.tally import Counted, Tally
 
 LOCK_WAIT_SECONDS: Final = 5.0  # an agent that is being replaced may still be ending
@@ -71,7 +62,7 @@ class Store:
         self._database: Database | None = None
         self._trouble: str | None = None if path else "no path is set"
         self._mend_at: float | None = None  # None: never again
-        self._unread = False  # the file may hold what we could not read at the start
+        self._unread: Since | None = None  # the file may hold what we could not read at the start
         self._sequence = 0
         self._states: dict[str, str] = {}
         self._mutes: dict[str, Mute] = {}
@@ -91,7 +82,7 @@ class Store:
         return self._trouble
 
     def load_states(self) -> dict[str, str]:
-        """By fingerprint, as they were committed last."""
+        """By fingerprint, as they were committed last; also those of a file that could be read only later."""
         with self._lock:
             return dict(self._states)
 
@@ -101,8 +92,13 @@ class Store:
         Returns the changes with the sequences that they were given.
         """
         if not states_changed and not changes:
+            with self._lock:
+                if self._database is None:  # where nothing happens, what is in the file waits for it all the same
+                    self._mend()
             return ()
         with self._lock:
+            if self._unread is not None:
+                self._unread.changed |= {change.alert.fingerprint for change in changes}
             for fingerprint, state in states_changed.items():
                 if state is None:
                     self._states.pop(fingerprint, None)
@@ -164,6 +160,7 @@ class Store:
     def finish(self, sink: str, notice: Notice, *, group_seconds: float) -> None:
         """It was delivered, and its groups are told of nothing more for that long."""
         with self._lock:
+            self._note_heard(sink, notice)
             self._write([(sink, self._outboxes[sink].finish(notice, self._clock.monotonic(), group_seconds))])
 
     def postpone(self, sink: str, seconds: float) -> int:
@@ -181,6 +178,7 @@ class Store:
     def give_up(self, sink: str, notice: Notice) -> None:
         """It never will be: its firings are counted in the next notice that is."""
         with self._lock:
+            self._note_heard(sink, notice)
             self._write([(sink, self._outboxes[sink].give_up(notice))])
 
     def close(self) -> None:
@@ -254,65 +252,52 @@ class Store:
         while True:
             try:
                 self._database = Database(path)
-                self._restore(self._database.read())
+                if not self._take_over(self._database.read()):
+                    self._rewrite()
                 return
             except DatabaseUnusable as error:
                 if error.fault is Fault.LOCKED and self._clock.monotonic() < until:
                     pause(LOCK_PAUSE_SECONDS)
                     continue
                 self._lose(error)
+                if error.fault in (Fault.LOCKED, Fault.FOREIGN, Fault.NEWER):
+                    self._mend_at = None  # the file is somebody else's
+                    return
+                self._unread = Since()
                 if error.fault is Fault.CORRUPT:
                     self._mend()
-                elif error.fault in (Fault.LOCKED, Fault.FOREIGN, Fault.NEWER):
-                    self._mend_at = None  # the file is somebody else's
-                else:
-                    self._unread = True
                 return
 
-    def _restore(self, rows: Rows) -> None:
-        self._sequence = rows.sequence if isinstance(rows.sequence, int) else 0
-        self._states = {name: state for name, state in rows.states.items() if state is not None}
-        unread = 0
-        for name, text in rows.mutes.items():
-            try:
-                self._mutes[name] = load_mute(text or "")
-            except (RowUnreadable, AlertsError):
-                unread += 1
-        waiting: dict[str, list[Waiting]] = {sink: [] for sink in self._outboxes}
-        wall, monotonic = self._clock.wall(), self._clock.monotonic()
-        for sink, sequence, since, text in rows.waiting:
-            try:
-                if not isinstance(sequence, int):
-                    raise RowUnreadable("no sequence")
-                self._sequence = max(self._sequence, sequence)
-                change, came = load_change(sequence, text), monotonic - max(0.0, wall - unix_of(since))
-                waiting[sink].append(Waiting(change, group_of(change.alert, self._group_by), came))
-            except (KeyError, RowUnreadable) as error:
-                unread += isinstance(error, RowUnreadable)
-                self.tally.add(sink, Counted.DROPPED)
-        told: dict[str, list[Alert]] = {sink: [] for sink in self._outboxes}
-        for (sink, _), text in rows.told.items():
-            try:
-                told[sink].append(load_alert(text or ""))
-            except KeyError:
-                continue
-            except RowUnreadable:
-                unread += 1
-        for sink in self._outboxes:
-            standing = Standing()
-            try:
-                standing = Standing.from_json(rows.standing.get(sink) or standing.to_json(self._clock), self._clock)
-            except RowUnreadable:
-                unread += 1
-            if standing.in_flight:
-                standing.in_flight, standing.sent_at = frozenset(), monotonic
-                self.tally.add(sink, Counted.UNSURE)
-            self._outboxes[sink] = Outbox(waiting[sink], told[sink], standing)
-        if unread:
-            log_event("alert_store_rows_left_out", level=logging.WARNING, path=str(self.path), rows=unread)
-        named = {sink for sink, _, _, _ in rows.waiting} | {sink for sink, _ in rows.told} | set(rows.standing)
-        if unread or not named <= set(self._outboxes):
-            self._rewrite()
+    def _note_heard(self, sink: str, notice: Notice) -> None:
+        if self._unread is not None:
+            self._unread.heard.setdefault(sink, set()).update(entry.alert.fingerprint for entry in notice.entries)
+
+    def _take_over(self, rows: Rows) -> bool:
+        """What the agent before us left in the file goes in front of what has come since; whether the file then says
+        all of that."""
+        since, self._unread = self._unread or Since(), None
+        left = read_rows(rows, self._outboxes, self._clock, self._group_by, numbered_since=self._sequence > 0)
+        self._sequence = max(self._sequence, left.sequence)
+        # A state of ours of which nothing was told is younger than an alert, and knows less of it, than the file's.
+        self._states |= {name: state for name, state in left.states.items() if name not in since.changed}
+        self._mutes = left.mutes | self._mutes
+        as_it_is = left.as_it_is
+        for sink, before in left.outboxes.items():
+            joined, superseded = join(before, self._outboxes[sink], since.heard.get(sink, set()))
+            folded = joined.fold().removals
+            self._outboxes[sink] = joined
+            self.tally.add(sink, Counted.COALESCED, superseded)
+            self.tally.add(sink, Counted.FOLDED, folded)
+            as_it_is = as_it_is and not folded
+        for sink in left.unsure:
+            self.tally.add(sink, Counted.UNSURE)
+        for sink in left.dropped:
+            self.tally.add(sink, Counted.DROPPED)
+        if left.unread:
+            log_event("alert_store_rows_left_out", level=logging.WARNING, path=str(self.path), rows=left.unread)
+        for listener in self._listeners:
+            listener()
+        return as_it_is
 
     def _rewrite(self) -> None:
         if self._database is not None:
@@ -359,18 +344,25 @@ class Store:
         return True
 
     def _reopen(self, path: Path) -> Database:
-        """The file, to be written anew; what it may hold that we do not know is kept under another name."""
+        """The file, to be written anew. What it holds that we could not read at the start is taken over before that;
+        what is damaged is kept under another name."""
         try:
-            database = Database(path)
-            if not self._unread:
-                return database
-            database.close()
+            return self._read_late(Database(path))
         except DatabaseUnusable as error:
             if error.fault is not Fault.CORRUPT:
                 raise
         log_event("alert_store_set_aside", level=logging.WARNING, path=str(path), aside=str(set_aside(path)))
-        self._unread = False
+        self._unread = None
         return Database(path)
+
+    def _read_late(self, database: Database) -> Database:
+        if self._unread is not None:
+            try:
+                self._take_over(database.read())
+            except DatabaseUnusable:
+                database.close()
+                raise
+        return database
 
 
 def _waiting_rows(sink: str, waiting: Iterable[Waiting], ahead: float) -> list[tuple[str, int, float, str]]:
