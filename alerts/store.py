@@ -30,6 +30,8 @@ from alerts.tally import Counted, Tally
 LOCK_WAIT_SECONDS: Final = 5.0  # an agent that is being replaced may still be ending
 MEND_SECONDS: Final = 30.0  # between attempts to write the file again
 LOCK_PAUSE_SECONDS: Final = 0.1
+MUTE_KEPT_SECONDS: Final = 86_400.0  # after it expired: the clock may have been wrong
+EVEN_SECONDS: Final = 600.0  # that the clock must say so before a mute is dropped
 NOTHING_LEAST: Final[Mapping[str, Severity]] = MappingProxyType({})
 
 
@@ -66,6 +68,7 @@ class Store:
         self._sequence = 0
         self._states: dict[str, str] = {}
         self._mutes: dict[str, Mute] = {}
+        self._expired: dict[str, float] = {}  # since when, by the monotonic clock, the wall clock says so of a mute
         self._outboxes = {sink: Outbox() for sink in sinks}
         self._listeners: list[Callable[[], None]] = []
         if path is not None:
@@ -125,12 +128,9 @@ class Store:
         """Those that have not expired, the one that expires first first."""
         with self._lock:
             now = self._clock.wall()
-            expired = {name for name, mute in self._mutes.items() if not mute.active(now)}
-            if expired:
-                for name in expired:
-                    del self._mutes[name]
-                self._write(mutes=dict.fromkeys(expired))
-            return tuple(sorted(self._mutes.values(), key=lambda mute: (mute.expires_at, mute.id)))
+            self._forget_mutes(now)
+            active = [mute for mute in self._mutes.values() if mute.active(now)]
+            return tuple(sorted(active, key=lambda mute: (mute.expires_at, mute.id)))
 
     def add_mute(self, mute: Mute) -> None:
         """One of the same id gives way."""
@@ -139,12 +139,12 @@ class Store:
             self._write(mutes={mute.id: dump_mute(mute)})
 
     def remove_mute(self, mute_id: str) -> bool:
-        """False where there is none."""
+        """False where there is none, or where it has expired."""
         with self._lock:
-            if self._mutes.pop(mute_id, None) is None:
+            if (mute := self._mutes.pop(mute_id, None)) is None:
                 return False
             self._write(mutes={mute_id: None})
-            return True
+            return mute.active(self._clock.wall())
 
     def backlog(self, sink: str) -> Backlog:
         """What a sink is still to be told, now."""
@@ -267,6 +267,18 @@ class Store:
                 if error.fault is Fault.CORRUPT:
                     self._mend()
                 return
+
+    def _forget_mutes(self, now: float) -> None:
+        """Those that expired long ago, by a clock that has said so for a while: one that is ahead for a moment, even by
+        years, takes from nobody what they asked for."""
+        steady = self._clock.monotonic()
+        expired = [name for name, mute in self._mutes.items() if now - mute.expires_at > MUTE_KEPT_SECONDS]
+        self._expired = {name: self._expired.get(name, steady) for name in expired}
+        gone = [name for name, since in self._expired.items() if steady - since >= EVEN_SECONDS]
+        for name in gone:
+            del self._mutes[name], self._expired[name]
+        if gone:
+            self._write(mutes=dict.fromkeys(gone))
 
     def _note_heard(self, sink: str, notice: Notice) -> None:
         if self._unread is not None:

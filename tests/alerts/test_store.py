@@ -111,6 +111,46 @@ def test_a_mute_is_gone_when_it_expires(open_store: OpenStore, clock: TurnedCloc
     assert open_store().mutes() == ()
 
 
+@pytest.mark.parametrize("ahead", [3600.0, 400 * 86_400.0])
+def test_a_clock_that_is_ahead_for_a_moment_takes_no_mute(
+    open_store: OpenStore, clock: TurnedClock, ahead: float
+) -> None:
+    store = open_store()
+    mute = Mute(id="m", rule="r", engine=None, author="ada", comment="", created_at=START, expires_at=START + 600)
+    store.add_mute(mute)
+    for _ in range(3):
+        clock.turn(1.0)
+        clock.set_wall(clock.wall() + ahead)
+        assert store.mutes() == ()
+        clock.set_wall(clock.wall() - ahead)
+        assert store.mutes() == (mute,)
+    store.close()
+    assert open_store().mutes() == (mute,)
+
+
+def test_a_mute_that_expired_long_ago_leaves_the_file(open_store: OpenStore, path: Path, clock: TurnedClock) -> None:
+    """By a clock that goes evenly: what is kept is bounded."""
+    store = open_store()
+    mute = Mute(id="m", rule="r", engine=None, author="ada", comment="", created_at=START, expires_at=START + 600)
+    store.add_mute(mute)
+    for seconds in (600.0, 86_401.0, 1.0, 600.0):
+        clock.turn(seconds)
+        assert store.mutes() == ()
+    assert not store.remove_mute("m")
+    store.close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM mutes").fetchone() == (0,)
+
+
+def test_an_expired_mute_cannot_be_ended(open_store: OpenStore, clock: TurnedClock) -> None:
+    store = open_store()
+    store.add_mute(
+        Mute(id="m", rule="r", engine=None, author="ada", comment="", created_at=START, expires_at=START + 600)
+    )
+    clock.turn(600.0)
+    assert not store.remove_mute("m")
+
+
 def test_a_message_in_flight_at_the_end_is_told_again_and_counted(open_store: OpenStore, clock: TurnedClock) -> None:
     store = open_store()
     store.commit({}, [fired(make_alert())])
