@@ -219,14 +219,18 @@ def _fewer_sequences(pool: LivePool) -> LiveOption:
         return _out("fewer-sequences", "no running sequence was preempted: as many run as fit")
     if each is None:
         return _out("fewer-sequences", "nothing runs now, so the size of a sequence is not known")
-    fitting = int((pool.usable_blocks - pool.headroom_blocks) * CROWDED / each)
+    if pool.running == 1:
+        return _out("fewer-sequences", f"one sequence runs now, of {each:.1f} blocks: fewer would be none")
+    fitting = max(1, int((pool.usable_blocks - pool.headroom_blocks) * CROWDED / each))
+    if fitting >= pool.running:
+        return _out("fewer-sequences", f"{pool.running:,} run now, of {each:.1f} blocks on average, and {fitting:,} such "
+                    f"fill {CROWDED:.0%} of the pool: a limit there would hold none back")  # fmt: skip
     words = (
         f"a running sequence holds {each:.1f} blocks on average: {fitting:,} of them fill {CROWDED:.0%} of the pool, "
         f"and {pool.running:,} run now; each of the {pool.preemptions:,} preemptions computed a sequence anew"
     )
-    return LiveOption(
-        "fewer-sequences", RECIPES["fewer-sequences"], f"at most {fitting:,} sequences at once", 0, 0, 0, None, words
-    )
+    change = f"at most {fitting:,} sequence{'s' if fitting > 1 else ''} at once"
+    return LiveOption("fewer-sequences", RECIPES["fewer-sequences"], change, 0, 0, 0, None, words)
 
 
 def _offload(pool: LivePool) -> LiveOption:

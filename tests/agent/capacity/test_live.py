@@ -86,6 +86,24 @@ def test_preemptions_ask_for_fewer_sequences() -> None:
     assert "nothing runs" in (options(replace(crowded, running=0))["fewer-sequences"].why_not or "")
 
 
+@pytest.mark.parametrize(
+    ("running", "live_blocks", "words"),
+    [
+        (1, 995, "one sequence runs now, of 995.0 blocks: fewer would be none"),
+        (20, 300, "20 run now, of 15.0 blocks on average, and 54 such fill 90% of the pool"),
+        (54, 810, "54 run now, of 15.0 blocks on average, and 54 such fill 90% of the pool"),
+    ],
+)
+def test_a_limit_that_would_hold_nothing_back_is_ruled_out(running: int, live_blocks: int, words: str) -> None:
+    found = options(replace(POOL, preemptions=12, live_blocks=live_blocks, running=running))["fewer-sequences"]
+    assert words in (found.why_not or "")
+
+
+def test_a_limit_is_never_below_one_sequence() -> None:
+    found = options(replace(POOL, preemptions=12, live_blocks=1000, running=2, headroom_blocks=600))["fewer-sequences"]
+    assert found.change == "at most 1 sequence at once"
+
+
 def test_offload_pays_for_what_is_evicted_and_fragmentation_for_nothing() -> None:
     assert "no cached prefix was evicted" in (options(POOL)["kv-offload"].why_not or "")
     found = options(replace(POOL, evicted_blocks=5000, reused_blocks=20))["kv-offload"]
