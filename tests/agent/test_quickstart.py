@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,15 @@ def test_the_routes_answer_and_the_metrics_are_there(
     agent = start_agent()
     urls = [line[0] for line in commands(text, "curl")]
     assert len(urls) >= 9
-    wait_until(lambda: httpx.get(f"{agent.url}/v1/engines/my-engine").status_code == 200)
+    get = partial(httpx.get, timeout=60.0, trust_env=False)
+    wait_until(lambda: get(f"{agent.url}/v1/engines/my-engine").status_code == 200)
     for url in urls:
         assert url.startswith(AGENT)
-        answer = httpx.get(url.replace(AGENT, agent.url))
+        answer = get(url.replace(AGENT, agent.url))
         assert answer.status_code == 200, (url, answer.text)
-    summary = httpx.get(f"{agent.url}/v1/engines/my-engine").json()
+    summary = get(f"{agent.url}/v1/engines/my-engine").json()
     assert summary["blocks"]["used"] == len(engine["blocks"]) == 40
-    exported = httpx.get(f"{agent.url}/metrics").text
+    exported = get(f"{agent.url}/metrics").text
     names = re.findall(r"`(kvatlas_\w+)`", text)
     assert len(names) >= 7
     for name in names:

@@ -84,7 +84,7 @@ def test_from_the_agent_over_prometheus_and_alertmanager_to_slack(
         f"--storage.tsdb.path={tmp_path / 'tsdb'}",
         f"--web.listen-address=127.0.0.1:{ports['prometheus']}",
     )
-    slack.wait_for(lambda: bool(slack.delivered), 60.0)
+    slack.wait_for(lambda: bool(slack.delivered))
     message = json.dumps(slack.delivered[0])
     assert "FIRING: KVAtlasPoolNearlyFull" in message
     assert "Pool kv of engine is 64.8" in message
@@ -100,7 +100,7 @@ def test_from_the_agent_over_prometheus_and_alertmanager_to_slack(
             }
         return set()
 
-    assert firing() == {"KVAtlasPoolNearlyFull"}
+    wait_until(lambda: firing() == {"KVAtlasPoolNearlyFull"})
     pool.process.kill()
     wait_until(lambda: "KVAtlasEngineGone" in firing())
     slack.close()

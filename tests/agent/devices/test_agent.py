@@ -146,7 +146,7 @@ def test_the_doctor_examines_devices(
         text=True,
         cwd=ROOT,
         env={**os.environ, "LD_LIBRARY_PATH": str(driver), "FAKE_NVML": str(tmp_path / "script")},
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert all(text in done.stdout for text in texts), done.stdout

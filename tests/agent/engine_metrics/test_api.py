@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
 
 from agent.client import AgentClient
+from agent.wire import EngineList
 from tests.agent.engine_metrics.conftest import Endpoint, http
 
 Start = Callable[[Callable[[], bytes | None]], Endpoint]
@@ -33,9 +35,13 @@ def test_engines_with_and_without_a_map(
         "--interval-seconds=0.2",
     )
     with AgentClient(agent.url, timeout_seconds=60.0) as client:
-        listed = wait_until(  # until each was asked
-            lambda: (seen := client.engines()).unmapped and seen.agent.engine_metrics[2].fault and seen
-        )
+
+        def asked() -> EngineList | None:
+            seen = client.engines()
+            each = all(one.up or one.fault for one in seen.agent.engine_metrics)
+            return seen if each and seen.engines and len(seen.unmapped) == 1 else None
+
+        listed = wait_until(asked)
         (unmapped,) = listed.unmapped
         assert (unmapped.model, unmapped.state, unmapped.block_map) == ("far", "live", False)
         assert client.unmapped(unmapped.id).metrics.values == {"running_requests": 2.0}
@@ -51,11 +57,15 @@ def test_engines_with_and_without_a_map(
     assert engine.metrics_comparison is not None
     assert [one.quantity for one in engine.metrics_comparison.differences] == ["running_requests"]
     assert engine.metrics_comparison.reason.startswith("running requests: 2 by the engine's metrics, 0 by its map")
-    exported = httpx.get(f"{agent.url}/metrics", trust_env=False).text
-    (line,) = [one for one in exported.splitlines() if one.startswith("kvatlas_engine_metrics_disagreement_ratio{")]
-    assert line.endswith(" 1.0")
-    answer = httpx.get(f"{agent.url}/v1/engines/{unmapped.id}", trust_env=False).json()
+    get = partial(httpx.get, timeout=60.0, trust_env=False)
+
+    def ratios() -> list[str]:  # a text may be two seconds old
+        lines = get(f"{agent.url}/metrics").text.splitlines()
+        return [one.partition("} ")[2] for one in lines if one.startswith("kvatlas_engine_metrics_disagreement_ratio{")]
+
+    assert wait_until(ratios) == ["1.0"]
+    answer = get(f"{agent.url}/v1/engines/{unmapped.id}").json()
     assert "fragmentation" not in answer  # absent, not 0
     for route in ("map", "blocks", "requests", "compaction"):
-        refusal = httpx.get(f"{agent.url}/v1/engines/{unmapped.id}/{route}", trust_env=False)
+        refusal = get(f"{agent.url}/v1/engines/{unmapped.id}/{route}")
         assert (refusal.status_code, refusal.json()["error"]) == (404, "no_block_map"), route
