@@ -9,7 +9,7 @@ from urllib.parse import urlencode, urlsplit
 
 from agent.wire.alerts import AlertList, AlertRecord, MuteRecord, SinkRecord
 from dashboard.widgets import Tile, note_html
-from dashboard.wording import NOT_KNOWN, count, duration, escape
+from dashboard.wording import NOT_KNOWN, count, counted, duration, escape
 
 POOL_LABELS = ("engine_id", "rank", "pool")
 
@@ -37,7 +37,7 @@ def tiles_of(found: AlertList, *, replay: bool = False) -> list[Tile]:
         Tile(
             "Muted",
             count(sum(one.state == "muted" for one in found.open)),
-            f"by {count(len(found.mutes))} mutes",
+            f"by {counted(len(found.mutes), 'mute')}",
             "They fire, and nobody was told.",
         ),
         Tile("Over", count(len(found.recent)), "since the agent started, the last 100", "Alerts that have ended."),
@@ -46,7 +46,8 @@ def tiles_of(found: AlertList, *, replay: bool = False) -> list[Tile]:
             f"{count(len(failing))} failing" if failing else f"{count(len(found.sinks))} well",
             "a recording tells nobody"
             if replay
-            else f"{count(waiting)} changes wait to be sent"
+            else counted(waiting, "change waits", "changes wait")
+            + " to be sent"
             + ("" if found.kept else " · kept in memory alone: set KVATLAS_STATE_DIR"),
             "Who is told; below the state of each.",
             "bad" if failing else "",

@@ -10,7 +10,7 @@ from agent.wire.blackbox import BlackBox, BoxSummary
 from dashboard import widgets
 from dashboard.palette import Theme
 from dashboard.past import counts_html, moment
-from dashboard.wording import NOT_KNOWN, count, duration, escape, rate, shortened, size
+from dashboard.wording import NOT_KNOWN, count, counted, duration, escape, rate, shortened, size
 
 REQUESTS_SHOWN = 8
 
@@ -44,7 +44,7 @@ def facts_html(box: BlackBox) -> str:
     facts = box.facts
     engine: Mapping[str, Any] = facts.get("engine") or {}
     counters: Mapping[str, Any] = facts.get("counters") or {}
-    blocks = f"{count(engine.get('total_blocks'))} × {count(engine.get('block_tokens'))} tokens"
+    blocks = f"{count(engine.get('total_blocks'))} × {counted(engine.get('block_tokens'), 'token')}"
     pairs = [
         ("engine", f"{engine.get('kind', '')} {engine.get('version', '')}".strip()),
         ("model", box.summary.model),
@@ -53,8 +53,8 @@ def facts_html(box: BlackBox) -> str:
         ("blocks", blocks),
         ("requests", f"{count(facts.get('running_requests'))} running, {count(facts.get('waiting_requests'))} waiting"),
         ("start", box.summary.incarnation),
-        ("allocated", f"{count(counters.get('blocks_allocated'))} blocks"),
-        ("evicted", f"{count(counters.get('blocks_evicted'))} blocks"),
+        ("allocated", counted(counters.get("blocks_allocated"), "block")),
+        ("evicted", counted(counters.get("blocks_evicted"), "block")),
         ("failed allocations", count(counters.get("allocation_failures"))),
     ]
     if box.summary.left_out:
@@ -94,9 +94,8 @@ def map_numbers_html(box: BlackBox, theme: Theme) -> str:
         }
     )
     f = box.map.fragmentation
-    words = (
-        f"F {rate(f.rate)} · free alone {rate(f.strict_rate)} · largest run {count(f.largest_allocatable_run)} blocks"
-    )
+    longest = counted(f.largest_allocatable_run, "block")
+    words = f"F {rate(f.rate)} · free alone {rate(f.strict_rate)} · largest run {longest}"
     return (
         widgets.heading_html("Blocks at the end")
         + counts_html(counts, box.map.total_blocks, theme)

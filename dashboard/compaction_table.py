@@ -10,7 +10,7 @@ from typing import Any
 from agent.wire.compaction import AuditRecord, CompactionFigures, CompactionPlan, CompactionRun, CompactionState
 from dashboard.past import moment
 from dashboard.widgets import Tile, note_html
-from dashboard.wording import NOT_KNOWN, count, duration, escape, rate, shortened, size
+from dashboard.wording import NOT_KNOWN, count, counted, duration, escape, rate, shortened, size
 
 VERDICTS_SHOWN = 12
 RUNS_SHOWN = 10
@@ -225,11 +225,11 @@ def plan_html(plan: CompactionPlan) -> str:
     )
     pairs = (
         ("target", f"F ≤ {plan.target:.2f}"),
-        ("moves", f"{count(plan.moves)} blocks, {size(plan.bytes)}"),
+        ("moves", f"{counted(plan.moves, 'block')}, {size(plan.bytes)}"),
         ("F", f"{rate(plan.fragmentation_rate_before)} → {rate(plan.fragmentation_rate_after)}"),
         (
             "largest run",
-            f"{count(plan.largest_allocatable_run_before)} → {count(plan.largest_allocatable_run_after)} blocks",
+            f"{count(plan.largest_allocatable_run_before)} → {counted(plan.largest_allocatable_run_after, 'block')}",
         ),
         ("runs of sequences", f"{count(plan.sequence_runs_before)} → {count(plan.sequence_runs_after)}"),
         ("cached prefixes lost", count(plan.cached_blocks_lost)),

@@ -9,7 +9,7 @@ from typing import Literal
 
 from agent.client import AgentRefused
 from agent.wire import AgentStatus, EngineSummary, ReplayStatus
-from dashboard.wording import duration, shortened
+from dashboard.wording import counted, duration, shortened
 
 MEANINGFUL_STATES = ("live", "stale", "stalled")  # of pools whose states of blocks mean something
 GOOD_ORDER = "in good order"  # how the agent's reason ends where an engine closed its map itself
@@ -79,7 +79,8 @@ def replayed(replay: ReplayStatus) -> Condition:
     """That nothing on the page is of now: said whatever else there is to say."""
     moment = datetime.fromtimestamp(replay.position_unix, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     goes_on = "at its end" if replay.at_end else "stopped" if replay.paused else f"at {replay.speed:g} times its speed"
-    lost = f" {replay.lost_events:,} events were lost when it was recorded." if replay.lost_events else ""
+    lost = counted(replay.lost_events, "event was", "events were")
+    lost = f" {lost} lost when it was recorded." if replay.lost_events else ""
     fault = f" It stops here: {replay.fault}" if replay.fault else ""
     return Condition(
         "warning",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from agent.wire import EngineMetrics, EngineSummary, UnmappedEngine
 from dashboard.conditions import Condition
 from dashboard.widgets import Tile, note_html
-from dashboard.wording import count, duration, escape, rate, size
+from dashboard.wording import count, counted, duration, escape, rate, size
 
 _HELP = "As the engine reports it in its own metrics."
 _OF_POOLS = {
@@ -76,7 +76,7 @@ def unmapped_conditions(engine: UnmappedEngine) -> list[Condition]:
 
 def unmapped_html(engine: UnmappedEngine) -> str:
     """One line that says which engine it is."""
-    ranks = f"{len(engine.ranks)} data-parallel ranks" if engine.ranks else ""
+    ranks = counted(len(engine.ranks), "data-parallel rank") if engine.ranks else ""
     parts = [engine.kind, engine.model, ranks, engine.metrics.source, *engine.metrics.notes]
     text = " · ".join(escape(part) for part in parts if part)
     return f'<div class="kv-identity"><b class="kv-state {escape(engine.state)}">no block map</b> {text}</div>'
@@ -89,7 +89,7 @@ def unmapped_tiles(engine: UnmappedEngine) -> list[Tile]:
     if (usage := values.get("kv_usage_ratio")) is not None:
         used, capacity = _whole(metrics, "used_tokens"), _whole(metrics, "capacity_tokens")
         pools = [f"{name} {rate(values[key])}" for key, name in _OF_POOLS.items() if key in values]
-        of = f"of {count(capacity)} tokens" if capacity is not None else "capacity not exported"
+        of = f"of {counted(capacity, 'token')}" if capacity is not None else "capacity not exported"
         held = f"{count(used)} " if used is not None else ""
         if used is None and capacity is not None and engine.kind == "vllm":  # whose usage is of just that capacity
             held = f"about {count(round(usage * capacity))} "
@@ -102,7 +102,7 @@ def unmapped_tiles(engine: UnmappedEngine) -> list[Tile]:
         tiles.append(Tile("Preemptions", count(preemptions), "since its start", _HELP))
     query, hits = _whole(metrics, "prefix_query_tokens"), _whole(metrics, "prefix_hit_tokens")
     if query and hits is not None:
-        tiles.append(Tile("Prefix hits", rate(hits / query), f"{count(hits)} of {count(query)} tokens", _HELP))
+        tiles.append(Tile("Prefix hits", rate(hits / query), f"{count(hits)} of {counted(query, 'token')}", _HELP))
     elif (hit_ratio := values.get("prefix_hit_ratio")) is not None:
         tiles.append(Tile("Prefix hits", rate(hit_ratio), "as the engine averages it", _HELP))
     if (generated := _whole(metrics, "generation_tokens")) is not None:
@@ -112,7 +112,7 @@ def unmapped_tiles(engine: UnmappedEngine) -> list[Tile]:
         on_gpu = _whole(metrics, "gpu_memory_bytes")
         tiles.append(Tile("Memory", size(memory), f"{size(on_gpu)} on the GPU", _HELP))
     if (context := _whole(metrics, "context_tokens")) is not None:
-        tiles.append(Tile("Context", f"{count(context)} tokens", "of the loaded model", _HELP))
+        tiles.append(Tile("Context", counted(context, "token"), "of the loaded model", _HELP))
     age = duration(metrics.age_seconds)
     tiles.append(Tile("Read", f"{age} ago", "", "How old these numbers are.", "" if engine.state == "live" else "bad"))
     return tiles

@@ -9,7 +9,7 @@ import streamlit as st
 from agent.client import AgentClient, AgentRefused, AgentUnavailable
 from agent.wire.alerts import AlertList
 from dashboard import address
-from dashboard.wording import duration, escape
+from dashboard.wording import counted, duration, escape
 
 VIEW = "alerts"
 AGENT = "agent"  # in the address, where there are several
@@ -22,7 +22,7 @@ def firing_html(found: AlertList) -> str:
         return ""
     worst = firing[0]
     since = duration(max(0.0, found.now_unix - worst.started_unix))
-    number = "1 alert fires" if len(firing) == 1 else f"{len(firing)} alerts fire"
+    number = counted(len(firing), "alert fires", "alerts fire")
     others = "" if len(firing) == 1 else f" · and {len(firing) - 1} more"
     return (
         f'<div class="kv-firing {escape(worst.severity)}" role="status"><b>{number}</b> · {escape(worst.severity)}: '

@@ -212,8 +212,12 @@ def _amounts(card: PoolCard) -> str:
     total = sum(card.blocks.values())
     held = total - card.blocks.get("free", 0) - card.blocks.get("cached", 0)
     waiting = f", {count(card.waiting)} waiting" if card.waiting else ""
-    blocks = f"{share(held, total)} of {count(total)} held · " if total else ""
-    return f"{blocks}{count(card.running)} running{waiting} · {duration(card.age_seconds)} old"
+    parts = (
+        f"{share(held, total)} of {count(total)} held" if total else "",
+        f"{count(card.running)} running{waiting}",
+        f"{duration(card.age_seconds)} old" if card.age_seconds is not None else "",
+    )
+    return " · ".join(part for part in parts if part)
 
 
 def _bar_html(card: PoolCard, theme: Theme) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from agent.wire.profile import Durations, PageOccupancy
 from dashboard.widgets import bars_html, heading_html, note_html
-from dashboard.wording import count, duration, share, size
+from dashboard.wording import count, counted, duration, noun, share, size
 
 LABELLED_EVERY = 4  # bars; more would run into each other
 NOT_IN_MAP = "Not in this map."
@@ -27,7 +27,7 @@ def durations_html(title: str, meaning: str, found: Durations | None) -> str:
     middle, late = (quantile_words(found, part) for part in (0.5, 0.95))
     mean = duration(found.sum_seconds / total)
     return (
-        heading_html(title, f"{count(total)} blocks")
+        heading_html(title, counted(total, "block"))
         + bars_html([found.counts[i] for i in shown], labels, titles, numbers=False)
         + note_html(f"{meaning} Half {middle}, 95 % {late}, mean {mean}.")
     )
@@ -59,17 +59,21 @@ def pages_html(pages: PageOccupancy | None) -> str:
     heights = [pages.free_pages, pages.evictable_pages, *pages.by_held_tenth]
     labels = ["free", "", *("" if i % 3 else f"{10 * i + 10} %" for i in range(10))]
     titles = [
-        f"{count(pages.free_pages)} pages hold nothing: they could be given back now",
-        f"{count(pages.evictable_pages)} pages hold evictable prefixes alone",
-        *(f"{count(n)} pages are held to {10 * i} to {10 * i + 10} %" for i, n in enumerate(pages.by_held_tenth)),
+        f"{counted(pages.free_pages, 'page holds', 'pages hold')} nothing and could be given back now",
+        f"{counted(pages.evictable_pages, 'page holds', 'pages hold')} evictable prefixes alone",
+        *(
+            f"{counted(n, 'page is', 'pages are')} held to {10 * i} to {10 * i + 10} %"
+            for i, n in enumerate(pages.by_held_tenth)
+        ),
     ]
     what = "a layer's tensor" if pages.per_layer else "the pool"
     return (
         heading_html("Pages of memory", f"{count(pages.pages)} of {size(pages.page_bytes)}")
         + bars_html(heights, labels, titles, numbers=False)
         + note_html(
-            f"{count(pages.blocks_per_page)} blocks of {what} a page. {count(pages.free_pages)} "
-            f"({share(pages.free_pages, pages.pages)}) are free, {count(pages.evictable_pages)} hold evictable "
-            "prefixes alone; the others by the share of their blocks that is held. One held block keeps a page."
+            f"{counted(pages.blocks_per_page, 'block')} of {what} a page. {count(pages.free_pages)} "
+            f"({share(pages.free_pages, pages.pages)}) {noun(pages.free_pages, 'is', 'are')} free, "
+            f"{counted(pages.evictable_pages, 'holds', 'hold')} evictable prefixes alone; the others by the share of "
+            "their blocks that is held. One held block keeps a page."
         )
     )

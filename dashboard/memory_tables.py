@@ -11,7 +11,7 @@ from typing import Any
 from agent.wire.devices import CgroupMemory, Device, DeviceList, EngineAllocator, MemoryRow
 from dashboard.palette import Theme
 from dashboard.widgets import heading_html, note_html
-from dashboard.wording import count, duration, escape, rate, share, size
+from dashboard.wording import count, counted, duration, escape, rate, share, size
 
 A_RECORDING = "recording"  # DeviceList.nvml of a replay without devices
 ROWS = {
@@ -32,7 +32,8 @@ def devices_html(found: DeviceList, theme: Theme) -> str:
         )
     age = "not read yet" if found.age_seconds is None else f"read {duration(found.age_seconds)} ago"
     driver = f"driver {found.driver_version}" if found.driver_version else ""
-    number = f"{len(found.devices)} of {found.expected_devices} devices" if found.expected_devices is not None else ""
+    expected = found.expected_devices
+    number = f"{len(found.devices)} of {counted(expected, 'device')}" if expected is not None else ""
     said = [f"NVML: {found.nvml}", found.nvml_reason if found.devices else "", driver, number, age]
     lines = heading_html("Devices", " · ".join(part for part in said if part))
     if not found.devices:
@@ -190,7 +191,7 @@ def _cgroup(group: CgroupMemory | None, reason: str) -> tuple[str, str]:
     limit = "no limit" if group.limit_bytes is None else f"limit {size(group.limit_bytes)}"
     of = "" if group.limit_bytes is None else f" ({share(group.usage_bytes, group.limit_bytes)})"
     more = [limit, f"working set {size(group.working_set_bytes)}" if group.working_set_bytes is not None else ""]
-    more.append("OOM kills not told" if group.oom_kills is None else f"{count(group.oom_kills)} OOM kills")
+    more.append("OOM kills not told" if group.oom_kills is None else counted(group.oom_kills, "OOM kill"))
     more.append(f"v{group.version} {group.path}")
     return f"{size(group.usage_bytes)} used{of}", " · ".join(part for part in more if part)
 

@@ -12,7 +12,7 @@ from agent.wire.history import FrameCells, FrameTimes
 from dashboard.palette import STATE_MEANINGS, Theme
 from dashboard.timeline import Line
 from dashboard.widgets import Tile, tiles_html
-from dashboard.wording import count, duration, escape, rate, share
+from dashboard.wording import count, counted, duration, escape, rate, share
 
 KEEP_A_PAST = (
     "Start the agent with KVATLAS_STATE_DIR naming a folder, and frames, marks and black boxes are kept from then on."
@@ -55,15 +55,12 @@ def moments(instants: Sequence[float]) -> list[str]:
 
 def instants_note(times: FrameTimes, live: bool) -> str:
     """How many instants the scrubber has, and what it leaves out."""
+    kept = f"{counted(times.total, 'frame is', 'frames are')} kept of this range"
     if times.step_seconds:
-        which = (
-            f"{count(times.total)} frames are kept of this range; the last one of each {duration(times.step_seconds)}"
-        )
+        which = f"{kept}; the last one of each {duration(times.step_seconds)} can be chosen."
     else:
-        which = f"{count(times.total)} frames are kept of this range, each of them"
-    return (
-        f"{which} can be chosen. {'Live: the newest one is shown.' if live else 'Arrow keys go from one to the next.'}"
-    )
+        which = f"{kept}, and can be chosen." if times.total == 1 else f"{kept}, each of them can be chosen."
+    return f"{which} {'Live: the newest one is shown.' if live else 'Arrow keys go from one to the next.'}"
 
 
 def frame_note(frame: FrameCells) -> str:

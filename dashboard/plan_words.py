@@ -10,7 +10,7 @@ from typing import Any
 from agent.wire.plan import LiveAdvice, PlanAnswer
 from dashboard.palette import Theme
 from dashboard.widgets import Tile, heading_html, note_html, tiles_html
-from dashboard.wording import NOT_KNOWN, count, escape, share, size
+from dashboard.wording import NOT_KNOWN, count, counted, escape, noun, share, size
 
 GIB = 1 << 30
 MAX_CONFIG_BYTES = 2 << 20
@@ -125,7 +125,7 @@ def _tiles(found: PlanAnswer, more: Mapping[str, Any]) -> list[Tile]:
         Tile(
             "Fits", fits, needed, "Whether the sequences that are asked for fit at once.", "" if found.fits else "bad"
         ),
-        Tile("Pool", size(pool), f"{count(found.num_blocks)} blocks", "What is left for the KV cache of one GPU."),
+        Tile("Pool", size(pool), counted(found.num_blocks, "block"), "What is left for the KV cache of one GPU."),
         Tile("Tokens", count(found.pool_tokens), f"of {count(more.get('max_model_len'))} a sequence", "In all blocks."),
         Tile("Sequences", count(at_once), "of that length at once", "By the reserve: every layer whole."),
         Tile(
@@ -187,9 +187,9 @@ def _option(number: int, one: Mapping[str, Any], brings: str) -> str:
 def _planned_gain(one: Mapping[str, Any], *, fits_already: bool) -> str:
     gain: Mapping[str, Any] = one.get("gain") or {}
     parts = [
-        f"{gain['sequences']:+,} sequences" if gain.get("sequences") else "",
-        f"{gain['tokens']:+,} tokens" if gain.get("tokens") else "",
-        f"{gain['gpus']:+,} GPUs" if gain.get("gpus") else "",
+        _more(gain.get("sequences"), "sequence"),
+        _more(gain.get("tokens"), "token"),
+        _more(gain.get("gpus"), "GPU"),
         ""
         if one.get("fits") is None
         else "does not fit yet"
@@ -204,10 +204,15 @@ def _planned_gain(one: Mapping[str, Any], *, fits_already: bool) -> str:
 def _live_gain(one: Mapping[str, Any]) -> str:
     gain: Mapping[str, Any] = one.get("gain") or {}
     parts = [
-        f"{gain['tokens']:+,} tokens" if gain.get("tokens") else "",
-        f"{gain['sequences']:+,} sequences as they run now" if gain.get("sequences") else "",
+        _more(gain.get("tokens"), "token"),
+        _more(gain.get("sequences"), "sequence as they run now", "sequences as they run now"),
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _more(gain: int | None, one: str, many: str | None = None) -> str:
+    """+1 GPU, -2,000 tokens; nothing where nothing is gained or lost."""
+    return f"{gain:+,} {noun(gain, one, many)}" if gain else ""
 
 
 def _flags(one: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from agent.wire import Request, RequestGroup, RequestOrder, RequestPage
 from dashboard.widgets import Tile, note_html
-from dashboard.wording import NOT_KNOWN, count, duration, escape, shortened, size
+from dashboard.wording import NOT_KNOWN, count, counted, duration, escape, shortened, size
 
 GROUPS_SHOWN = 8
 
@@ -136,10 +136,11 @@ def rest_text(page: RequestPage) -> str:
     matching = page.matching if page.matching is not None else page.total
     left = matching - len(page.requests)
     if left <= 0:
-        return f"All {count(matching)} that match are shown."
-    return (
-        f"The first {count(len(page.requests))} of {count(matching)} that match; {count(left)} more are in the totals."
-    )
+        return (
+            "The only one that matches is shown." if matching == 1 else f"All {count(matching)} that match are shown."
+        )
+    rest = counted(left, "more is", "more are")
+    return f"The first {count(len(page.requests))} of {count(matching)} that match; {rest} in the totals."
 
 
 def groups_html(title: str, groups: Sequence[RequestGroup], total: int, block_bytes: int) -> str:

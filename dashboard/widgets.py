@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agent.wire import EngineSummary, Request, RequestPage
 from dashboard.choices import as_choice
 from dashboard.palette import STATE_MEANINGS, Theme
-from dashboard.wording import NOT_KNOWN, count, duration, escape, power_of_two, rate, share, shortened, size
+from dashboard.wording import NOT_KNOWN, count, counted, duration, escape, power_of_two, rate, share, shortened, size
 
 HOLDERS_SHOWN = 8
 SOON_SECONDS = 60.0  # a forecast below this is coloured
@@ -53,13 +53,13 @@ def tiles_of(engine: EngineSummary, threshold: float) -> list[Tile]:
         ),
         Tile(
             "Largest run",
-            f"{count(run)} blocks",
-            f"{count(run * engine.block_tokens)} tokens · {size(run * bytes_each)}",
+            counted(run, "block"),
+            f"{counted(run * engine.block_tokens, 'token')} · {size(run * bytes_each)}",
             "Longest run of consecutive free or cached blocks.",
         ),
         Tile(
             "Allocatable",
-            f"{count(allocatable)} blocks",
+            counted(allocatable, "block"),
             f"{share(allocatable, engine.usable_blocks)} · {size(allocatable * bytes_each)}"
             f" · headroom {count(engine.headroom_blocks)}",
             "Free + cached blocks. The headroom is the last of them: running sequences may take it, new ones may not.",
@@ -67,7 +67,7 @@ def tiles_of(engine: EngineSummary, threshold: float) -> list[Tile]:
         Tile(
             "Tail waste",
             size(engine.tail_waste_bytes),
-            f"{count(waste)} slots · {share(waste, held_slots)} of held" if waste is not None else "not in the map",
+            f"{counted(waste, 'slot')} · {share(waste, held_slots)} of held" if waste is not None else "not in the map",
             "Token slots of used blocks that hold no token: the last block of each sequence is rarely full.",
         ),
         _exhaustion(engine),
@@ -156,10 +156,13 @@ def runs_html(histogram: Sequence[int]) -> str:
     """How long the allocatable runs are: one bar for each power of two, as high as its number of runs."""
     if not any(histogram):
         return note_html("No allocatable run.")
-    titles = [
-        f"{count(runs)} runs of {count(2**i)} to {count(2 ** (i + 1) - 1)} blocks" for i, runs in enumerate(histogram)
-    ]
+    titles = [f"{counted(runs, 'run')} of {_lengths(2**i)}" for i, runs in enumerate(histogram)]
     return bars_html(histogram, [power_of_two(2**i) for i in range(len(histogram))], titles)
+
+
+def _lengths(shortest: int) -> str:
+    """Of the bar of a power of two, up to the next one."""
+    return counted(1, "block") if shortest == 1 else f"{count(shortest)} to {counted(2 * shortest - 1, 'block')}"
 
 
 def bars_html(heights: Sequence[int], labels: Sequence[str], titles: Sequence[str], *, numbers: bool = True) -> str:
@@ -187,7 +190,7 @@ def holders_html(page: RequestPage, engine_block_bytes: int, chosen: str | None 
     rows = "".join(_holder(request, engine_block_bytes, chosen) for request in holders)
     head = "<tr><th>request</th><th>blocks</th><th>runs</th><th>tokens</th><th>size</th><th>age</th></tr>"
     more = page.total - len(holders)
-    rest = note_html(f"of {count(page.total)} sequences") if more > 0 else ""
+    rest = note_html(f"of {counted(page.total, 'sequence')}") if more > 0 else ""
     return f'<table class="kv-table kv-holders">{head}{rows}</table>{rest}{give_up}'
 
 
@@ -215,13 +218,14 @@ def legend_html(legend: Sequence[tuple[str, str]]) -> str:
 def identity_html(engine: EngineSummary) -> str:
     """One line that says whose pool this is."""
     ranks = "" if engine.rank == "dp0.tp0.pp0" else engine.rank
+    blocks, tokens = counted(engine.total_blocks, "block"), counted(engine.block_tokens, "token")
     parts = [
         f"{engine.kind} {engine.version}".strip(),
         engine.model,
         f"policy {engine.policy}" if engine.policy else "",
         engine.medium,
         ranks,
-        f"{count(engine.total_blocks)} blocks × {count(engine.block_tokens)} tokens × {size(engine.block_bytes)}",
+        f"{blocks} × {tokens} × {size(engine.block_bytes)}",
         f"pid {engine.pid}",
     ]
     state = escape(engine.state)
@@ -233,7 +237,7 @@ def map_note(blocks_per_cell: int) -> str:
     if blocks_per_cell == 1:
         return "one block a cell, in address order"
     return (
-        f"{count(blocks_per_cell)} blocks a cell, in address order; stripes are the shares of the states, "
+        f"{counted(blocks_per_cell, 'block')} a cell, in address order; stripes are the shares of the states, "
         "at least one for any present"
     )
 

@@ -41,6 +41,16 @@ def count(value: int | None) -> str:
     return NOT_KNOWN if value is None else f"{value:,}"
 
 
+def noun(number: int, one: str, many: str | None = None) -> str:
+    """The word for so many: `many` is `one` with an s where it is not given."""
+    return one if abs(number) == 1 else f"{one}s" if many is None else many
+
+
+def counted(value: int | None, one: str, many: str | None = None) -> str:
+    """1 block, 1,234 blocks; `one` and `many` may have the verb with them: 1 alert fires, 2 alerts fire."""
+    return NOT_KNOWN if value is None else f"{count(value)} {noun(value, one, many)}"
+
+
 def power_of_two(value: int) -> str:
     """A power of two in at most four characters: 512, 4K, 128K, 2M."""
     for unit, factor in (("G", 2**30), ("M", 2**20), ("K", 2**10)):

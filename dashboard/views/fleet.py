@@ -11,7 +11,7 @@ from dashboard.context import Context, show_condition
 from dashboard.fleet import Fleet, PoolCard, card_rows, chosen_of, fleet_html
 from dashboard.header import open_pool
 from dashboard.source import SLOW_REFRESH_SECONDS, fleet_reader, timed
-from dashboard.wording import count
+from dashboard.wording import count, counted, noun
 
 _FILTER = "pools_filter"
 
@@ -25,7 +25,7 @@ def _cards(context: Context) -> None:
     with timed("fleet"):
         fleet = fleet_reader().read()
         with st.container(key="fleet_head", horizontal=True, vertical_alignment="center"):
-            st.html(widgets.heading_html("Fleet", _summary(fleet)), width="stretch")
+            st.html(widgets.heading_html("Fleet", summary_text(fleet)), width="stretch")
             wanted = _filter()
             shown = [card for card in fleet.cards if wanted.lower() in _text(card)]
             exports.offer("fleet", lambda: card_rows(shown))
@@ -36,19 +36,21 @@ def _cards(context: Context) -> None:
             if chosen:
                 open_pool(*chosen_of(chosen))
         elif fleet.cards:
-            st.html(widgets.note_html(f"None of {count(len(fleet.cards))} pools has {wanted!r} in its name or model."))
+            st.html(
+                widgets.note_html(f"None of {counted(len(fleet.cards), 'pool')} has {wanted!r} in its name or model.")
+            )
         elif not fleet.troubles:
             st.html(widgets.note_html("No pool yet. Start an engine with the shim installed beside an agent."))
 
 
-def _summary(fleet: Fleet) -> str:
+def summary_text(fleet: Fleet) -> str:
+    """How many pools there are, how many of them need somebody, and who answers."""
     in_need = sum(card.in_need for card in fleet.cards)
     needy = f"{count(in_need)} in need · " if in_need else "none in need · "
-    pools = "1 pool" if len(fleet.cards) == 1 else f"{count(len(fleet.cards))} pools"
-    answered = (
-        f" · {fleet.sources - len(fleet.troubles)} of {fleet.sources} sources answer" if fleet.sources > 1 else ""
-    )
-    return f"{pools} · {needy}the one most in need first{answered}"
+    answering = fleet.sources - len(fleet.troubles)
+    answered = f" · {answering} of {fleet.sources} sources {noun(answering, 'answers', 'answer')}"
+    told = answered if fleet.sources > 1 else ""
+    return f"{counted(len(fleet.cards), 'pool')} · {needy}the one most in need first{told}"
 
 
 def _filter() -> str:
@@ -74,7 +76,7 @@ def silent(fleet: Fleet) -> Condition:
     silent = len(fleet.troubles)
     told = "; ".join(fleet.troubles[:3])
     more = f"; and {silent - 3} more" if silent > 3 else ""
-    who = f"{silent} of {fleet.sources} sources {'does' if silent == 1 else 'do'} not answer"
+    who = f"{silent} of {fleet.sources} sources {noun(silent, 'does', 'do')} not answer"
     return Condition(
         "warning",
         f"{'The agent does not answer' if fleet.sources == 1 else who}: {told}{more}",

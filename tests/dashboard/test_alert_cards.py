@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent.wire.alerts import AlertList, AlertRecord, SinkRecord
+from agent.wire.alerts import AlertList, AlertRecord, MuteRecord, SinkRecord
 from dashboard import alert_cards, firing
 
 NOW = 1_700_000_000.0
@@ -107,7 +107,19 @@ def test_how_much_there_is() -> None:
     assert "KVATLAS_STATE_DIR" not in recorded["Receivers"].detail
 
 
+@pytest.mark.parametrize(
+    ("number", "muted", "waiting"),
+    [(1, "by 1 mute", "1 change waits to be sent"), (2, "by 2 mutes", "2 changes wait to be sent")],
+)
+def test_one_mute_and_one_change_are_no_plural(number: int, muted: str, waiting: str) -> None:
+    mute = MuteRecord(id="m", rule="r", engine=None, author="ann", comment="", created_unix=NOW, expires_unix=NOW + 9)
+    sink = SinkRecord(name="slack", waiting=number, failing_seconds=None, last_failure="", outcomes={})
+    values = {tile.label: tile for tile in alert_cards.tiles_of(listing(mutes=[mute] * number, sinks=[sink]))}
+    assert (values["Muted"].detail, values["Receivers"].detail) == (muted, waiting)
+
+
 def test_the_line_above_every_view() -> None:
+    assert "1 alert fires" in firing.firing_html(listing(alert()))
     assert firing.firing_html(listing(alert(state="pending"), alert(state="muted"))) == ""
     two = firing.firing_html(listing(alert(severity="critical"), alert()))
     assert "2 alerts fire" in two

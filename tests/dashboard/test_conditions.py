@@ -51,6 +51,7 @@ def test_a_recording_is_told_from_an_engine() -> None:
         "7 events were lost",
     ):
         assert words in shown.what
+    assert "1 event was lost" in conditions.replayed(told.model_copy(update={"lost_events": 1})).what
     assert "stopped" in conditions.replayed(told.model_copy(update={"paused": True})).what
     assert "at its end" in conditions.replayed(told.model_copy(update={"at_end": True})).what
     assert "damaged" in conditions.replayed(told.model_copy(update={"fault": "damaged at byte 9"})).what

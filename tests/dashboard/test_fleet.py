@@ -22,7 +22,7 @@ from dashboard.fleet import NO_AGENT, Fleet, PoolCard, alert_words, card_of, cho
 from dashboard.fleet_reader import FleetReader
 from dashboard.palette import LIGHT
 from dashboard.prometheus import Prometheus, PrometheusUnavailable, cards_of
-from dashboard.views.fleet import silent
+from dashboard.views.fleet import silent, summary_text
 
 Summary = Callable[..., wire.EngineSummary]
 
@@ -65,6 +65,19 @@ def test_what_a_card_says_is_escaped_and_leads_to_its_pool(summary: Summary) -> 
     assert chosen_of(unquote(html.unescape(choice[1]))) == (2, card.id)
     assert "49.9 % of 1,000 held" not in text
     assert "50.0 % of 1,000 held" in text
+
+
+def test_an_age_that_is_not_known_is_left_out(summary: Summary) -> None:
+    known = card_of(summary(snapshot_age_seconds=3.0), 1, "", 0.3)
+    assert "5 running, 1 waiting · 3.0 s old<" in fleet_html([known], LIGHT)
+    assert "5 running, 1 waiting<" in fleet_html([replace(known, age_seconds=None)], LIGHT)
+
+
+def test_the_summary_counts_in_words(summary: Summary) -> None:
+    card = card_of(summary(), 1, "", 0.3)
+    assert summary_text(Fleet.of([card], [], 1)).startswith("1 pool · ")
+    assert summary_text(Fleet.of([card] * 2, ["b: no"], 2)).endswith("· 1 of 2 sources answers")
+    assert summary_text(Fleet.of([card] * 2, ["c: no"], 3)).endswith("· 2 of 3 sources answer")
 
 
 def test_a_line_has_gaps_where_nothing_was_known(summary: Summary) -> None:

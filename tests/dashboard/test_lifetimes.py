@@ -34,6 +34,7 @@ def test_bars_stand_for_what_occurs() -> None:
     html = durations_html("Residency", "Held.", found(0, 3, 0, 6, 0))
     assert re.findall(r'title="(\d+) of', html) == ["3", "0", "6"]
     assert "9 blocks" in html
+    assert "1 block<" in durations_html("Residency", "Held.", found(0, 1, 0, 0, 0))
     assert "mean 1.5 s" in html
 
 
@@ -57,4 +58,11 @@ def test_pages() -> None:
     assert "60 (60.0 %) are free, 10 hold evictable prefixes alone" in html
     assert "5 pages are held to 20 to 30 %" in html
     assert "2.00 MiB" in html
+    one = pages.model_copy(
+        update={"free_pages": 1, "evictable_pages": 1, "by_held_tenth": [1, *[0] * 9], "blocks_per_page": 1}
+    )
+    told = pages_html(one)
+    assert "1 block of a layer&#x27;s tensor a page. 1 (1.0 %) is free, 1 holds evictable prefixes alone" in told
+    for words in ("1 page holds nothing", "1 page holds evictable prefixes", "1 page is held to 0 to 10 %"):
+        assert f'title="{words}' in told
     assert "Not known" in pages_html(None)

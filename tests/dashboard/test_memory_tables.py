@@ -139,6 +139,21 @@ def test_host_and_processes() -> None:
     assert "512 MiB resident" in text
 
 
+@pytest.mark.parametrize(
+    ("kills", "words"), [(0, "0 OOM kills"), (1, "1 OOM kill "), (2, "2 OOM kills"), (None, "OOM kills not told")]
+)
+def test_kills_are_counted(kills: int | None, words: str) -> None:
+    group = CgroupMemory(
+        version=2, path="/pod", limit_bytes=None, usage_bytes=GIB, working_set_bytes=None, oom_kills=kills
+    )
+    assert words in tables.host_html(listing(cgroup=group))
+
+
+@pytest.mark.parametrize(("expected", "words"), [(1, "1 of 1 device "), (2, "1 of 2 devices ")])
+def test_devices_are_counted(expected: int, words: str) -> None:
+    assert words in tables.devices_html(listing(device(), expected_devices=expected), LIGHT)
+
+
 def process(**changes: Any) -> EngineProcess:
     fields: dict[str, Any] = {"engine_id": "vllm-7", "rank": "dp0.tp0.pp0", "pid": 11, "resident_bytes": GIB // 2}
     return EngineProcess(**{**fields, "cgroup": None, "reason": "", **changes})

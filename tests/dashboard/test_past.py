@@ -106,6 +106,20 @@ def test_the_scrubber_says_what_it_leaves_out(step: float, live: bool, words: st
     assert ("Live" in note) == live
 
 
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (0.0, "1 frame is kept of this range, and can be chosen. Arrow keys"),
+        (12.0, "1 frame is kept of this range; the last one of each 12 s can be chosen. Arrow keys"),
+    ],
+)
+def test_one_frame_is_no_plural(step: float, words: str) -> None:
+    times = FrameTimes(
+        id="x", from_unix=0, to_unix=9, first_unix=1, last_unix=1, total=1, step_seconds=step, times_unix=[1]
+    )
+    assert past.instants_note(times, live=False).startswith(words)
+
+
 def test_rows_of_lines_have_no_number_where_there_is_none() -> None:
     line = Line(METRICS["F"], np.array([1000.0, 2000.0]), np.array([0.5, np.nan]), np.array([0.4, np.nan]), None, 1000)
     assert past.rows_of([line]) == [

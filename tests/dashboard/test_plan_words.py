@@ -126,5 +126,17 @@ def test_what_is_left_alone_is_planned_as_the_command_plans_it() -> None:
     assert ask(form(preset="llama-3.1-8b", max_num_seqs=1)).memory != plain["memory"]
 
 
+@pytest.mark.parametrize(
+    ("gain", "words"),
+    [
+        ({"sequences": 1, "tokens": 16, "gpus": -1}, "+1 sequence, +16 tokens, -1 GPU"),
+        ({"sequences": 2, "tokens": 1, "gpus": 2}, "+2 sequences, +1 token, +2 GPUs"),
+    ],
+)
+def test_one_more_is_no_plural(gain: dict[str, int], words: str) -> None:
+    option = {"possible": True, "title": "t", "change": "c", "gain": gain, "fits": None}
+    assert words in plan_words.advice_html(ask(form()).model_copy(update={"advice": [option]}))
+
+
 def test_numbers_of_rows_stay_whole() -> None:
     assert '<td class="kv-number">1</td>' in plan_words.advice_html(ask(form(gpu="A10", max_num_seqs=4)))

@@ -80,7 +80,7 @@ def test_what_is_not_known_is_a_dash_and_not_a_zero() -> None:
 
 
 def test_what_is_left_out_is_said() -> None:
-    assert requests_table.rest_text(page([request(1)])) == "All 1 that match are shown."
+    assert requests_table.rest_text(page([request(1), request(2)])) == "All 2 that match are shown."
     cut = page([request(1)], matching=4321, total=9000)
     assert requests_table.rest_text(cut) == "The first 1 of 4,321 that match; 4,320 more are in the totals."
     tiles = {tile.label: tile for tile in requests_table.tiles_of(cut, BLOCK_BYTES)}
@@ -92,6 +92,12 @@ def test_what_is_left_out_is_said() -> None:
     html = requests_table.groups_html("adapter", groups, 33, BLOCK_BYTES)
     assert html.count("lora-") == 2 * requests_table.GROUPS_SHOWN
     assert f"and {33 - requests_table.GROUPS_SHOWN} more" in html
+
+
+def test_one_sequence_is_no_plural() -> None:
+    assert requests_table.rest_text(page([request(1)])) == "The only one that matches is shown."
+    assert requests_table.rest_text(page([request(1)], matching=2)).endswith("; 1 more is in the totals.")
+    assert requests_table.rest_text(page([request(1)], matching=3)).endswith("; 2 more are in the totals.")
 
 
 def test_labels_from_outside_are_text() -> None:

@@ -25,6 +25,16 @@ def test_absolute_sizes_stand_beside_rates(summary: Summary) -> None:
     assert (waste.value, waste.detail) == ("50.0 MiB", "800 slots · 10.0 % of held")
 
 
+def test_one_of_each_is_no_plural(summary: Summary) -> None:
+    one = summary().fragmentation.model_copy(update={"largest_allocatable_run": 1})
+    least = BlockCounts(free=1, cached=0, used=1, pinned=0, reserved=0)
+    engine = summary(blocks=least, fragmentation=one, total_blocks=1, block_tokens=1, tail_waste_tokens=1)
+    assert (tile(engine, "Largest run").value, tile(engine, "Allocatable").value) == ("1 block", "1 block")
+    assert tile(engine, "Largest run").detail == "1 token · 1.00 MiB"
+    assert tile(engine, "Tail waste").detail.startswith("1 slot · ")
+    assert "1 block × 1 token × 1.00 MiB" in widgets.identity_html(engine)
+
+
 def test_fragmentation_above_the_threshold_is_marked(summary: Summary) -> None:
     assert tile(summary(), "Fragmentation F").tone == "bad"
     calm = summary().fragmentation.model_copy(update={"rate": 0.3})
@@ -180,6 +190,6 @@ def test_sequences_that_wait_are_no_holders() -> None:
 
 def test_every_run_length_has_a_bar_that_can_be_seen() -> None:
     html = widgets.runs_html([5000, 0, 1])
-    assert 'title="5,000 runs of 1 to 1 blocks"' in html
-    assert 'title="1 runs of 4 to 7 blocks"><b>1</b><i style="height:2%">' in html
+    assert 'title="5,000 runs of 1 block"' in html
+    assert 'title="1 run of 4 to 7 blocks"><b>1</b><i style="height:2%">' in html
     assert '<b></b><i style="height:0%">' in html
