@@ -10,7 +10,7 @@ from dashboard import address
 from dashboard.context import Context
 from dashboard.header import chosen_view, paused, show_header
 from dashboard.palette import theme_named
-from dashboard.source import client
+from dashboard.source import chosen_agent, client
 
 st.set_page_config(page_title="KVAtlas", layout="wide")
 st.html(f"<style>{resources.files('dashboard').joinpath('page.css').read_text(encoding='utf-8')}</style>")
@@ -20,7 +20,11 @@ address.keep()
 show_header()
 view = chosen_view()
 context = Context(
-    theme=theme_named(st.context.theme.type), paused=paused(), pool=address.get(address.POOL), client=client()
+    theme=theme_named(st.context.theme.type),
+    paused=paused(),
+    pool=address.get(address.POOL),
+    client=client(),
+    agent=chosen_agent(),
 )
 with st.container(key=f"view_{view}"):
     # Imported when it is opened: nobody waits for what another view needs.

@@ -26,6 +26,12 @@ class Context:
     paused: bool
     pool: str | None  # id of the chosen pool; None while no pool is known
     client: AgentClient  # of the agent that knows the pool; for this session alone
+    agent: int = 1  # number of that agent, from 1: widgets are named by it, whose names the browser gets to see
+
+    @property
+    def pool_key(self) -> tuple[str, str]:
+        """What tells pools apart in what a session keeps: two agents may have pools of one id. For the server alone."""
+        return self.client.url, self.pool or ""
 
     def every(self, seconds: float) -> float | None:
         """`run_every` of a fragment: None, which is never, while the page is paused."""

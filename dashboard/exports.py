@@ -10,6 +10,8 @@ from typing import Any
 
 import streamlit as st
 
+from dashboard.source import chosen_agent
+
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
@@ -52,7 +54,7 @@ class _Shown:
 def offer(name: str, rows: Callable[[], Rows], **about: Any) -> None:
     """Two buttons that download the rows. `rows` is called when one of them is pressed."""
     pool = about.get("pool") or about.get("id") or ""
-    shown: _Shown = st.session_state.setdefault(f"export_{name}_shown_{pool}", _Shown())
+    shown: _Shown = st.session_state.setdefault(f"export_{name}_shown_{chosen_agent()}_{pool}", _Shown())
     shown.now = rows, about
     with st.container(horizontal=True, key=f"export_{name}", width="content"):
         st.download_button(

@@ -13,15 +13,19 @@ from agent.client import AgentClient, AgentRefused, AgentUnavailable
 Answer = TypeVar("Answer")
 
 
+class NotAsked(Exception):
+    """The agent was not even asked: nothing was changed. The text says why."""
+
+
 @dataclass(slots=True)
 class Job(Generic[Answer]):
     """One change that was asked for. `answer` or `error` is set once `done` is."""
 
     what: str
-    pool: str
+    agent: str  # its address
     began: float = field(default_factory=time.monotonic)
     answer: Answer | None = None
-    error: AgentRefused | AgentUnavailable | None = None
+    error: AgentRefused | AgentUnavailable | NotAsked | None = None
     taken_in: bool = False  # the page has seen its end
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -30,9 +34,9 @@ class Job(Generic[Answer]):
         return time.monotonic() - self.began
 
 
-def start(what: str, pool: str, writer: AgentClient, call: Callable[[AgentClient], Answer]) -> Job[Answer]:
+def start(what: str, writer: AgentClient, call: Callable[[AgentClient], Answer]) -> Job[Answer]:
     """Ask on a thread; the `writer` is the job's own, and is closed at its end."""
-    job: Job[Answer] = Job(what, pool)
+    job: Job[Answer] = Job(what, writer.url)
 
     def work() -> None:
         try:
@@ -43,5 +47,10 @@ def start(what: str, pool: str, writer: AgentClient, call: Callable[[AgentClient
         finally:
             job.done.set()
 
-    threading.Thread(target=work, name="dashboard-change", daemon=True).start()
+    try:
+        threading.Thread(target=work, name="dashboard-change", daemon=True).start()
+    except RuntimeError as error:  # the host or the control group lets the process have no more
+        writer.close()
+        job.error = NotAsked(str(error))
+        job.done.set()
     return job

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from typing import Literal
 
 import streamlit as st
 
-from agent.client import AgentClient
-from agent.wire.alerts import AlertList, MuteOrder, SinkTrial, SinkTrialOrder
+from agent.wire.alerts import AlertList, MuteOrder, MuteRecord, SinkTrial, SinkTrialOrder
 from dashboard import address, alert_cards, exports, widgets
-from dashboard.context import Context, ask, plain
+from dashboard.conditions import Condition
+from dashboard.context import Context, ask, plain, show_condition
 from dashboard.firing import AGENT
 from dashboard.local_page import goes_without_token
 from dashboard.operator_token import ask_token, change
@@ -18,12 +19,29 @@ from dashboard.source import SLOW_REFRESH_SECONDS, timed
 
 ANY = "any"
 LASTING = {"15 min": 900, "1 h": 3600, "4 h": 14_400, "1 d": 86_400, "7 d": 604_800}
-_SHOWN = "alerts_shown"  # a list of the answer that is on the page, for the files: these are made in another thread
+_SHOWN = "alerts_shown"  # by agent, a list of the answer on the page, for the files: these are made in another thread
+_OUTCOME = "alerts_outcome"  # what became of the last click that changed mutes
+_TRIAL = "alerts_trial"  # by a click: a message to be sent yet, and the address of the agent that is to send it
+_RULE, _ENGINE, _LASTING, _AUTHOR, _COMMENT = "mute_rule", "mute_engine", "mute_for", "mute_author", "mute_comment"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a click came to: why nothing was changed, or the mute that was made; None: it was ended.
+
+    It stands where it was clicked until the whole page runs again.
+    """
+
+    agent: str  # its address
+    place: Literal["mutes", "form"]
+    found: Condition | MuteRecord | None
+    shown: bool = False
 
 
 def show(context: Context) -> None:
     """What changes by itself is refreshed; what the operator fills in is not."""
-    shown: list[AlertList] = st.session_state.setdefault(_SHOWN, [])
+    _drop_outcome()
+    shown: list[AlertList] = st.session_state.setdefault(_SHOWN, {}).setdefault(context.client.url, [])
     st.fragment(_standing, run_every=context.every(SLOW_REFRESH_SECONDS))(context, shown)
     exports.offer("alerts", lambda: [row for found in shown for row in alert_cards.rows_of(found)])
     st.html(widgets.heading_html("Mutes"))
@@ -31,7 +49,7 @@ def show(context: Context) -> None:
     if engines is None:
         return
     needs_token = not goes_without_token(engines.agent, context.client)
-    may_change = ask_token("alerts") if needs_token else True
+    may_change = ask_token(context, "alerts") if needs_token else True
     st.fragment(_mutes, run_every=context.every(SLOW_REFRESH_SECONDS))(context, may_change, needs_token)
     found = ask(context.client.alerts) if may_change else None
     if found is not None:
@@ -79,34 +97,63 @@ def _mutes(context: Context, may_change: bool, needs_token: bool) -> None:
         for one in found.mutes:
             with st.container(horizontal=True, vertical_alignment="center", key=f"mute_{one.id}"):
                 st.markdown(plain(alert_cards.mute_text(one, found.now_unix)), width="content")
-                ended = may_change and st.button("End it", key=f"end_mute_{one.id}")
-            end = partial(AgentClient.unmute, id=one.id)
-            if ended and change(context.client, end, needs_token=needs_token) is not None:
-                st.rerun()
+                if may_change:
+                    st.button("End it", key=f"end_mute_{one.id}", on_click=_end, args=(context, one.id, needs_token))
+        _show_outcome(context, "mutes")
+
+
+def _end(context: Context, id: str, needs_token: bool) -> None:
+    """Called by the click, once, whichever part of the page runs next."""
+    ended = change(context.client, lambda writer: writer.unmute(id), needs_token=needs_token)
+    found = ended if isinstance(ended, Condition) else None
+    st.session_state[_OUTCOME] = Outcome(context.client.url, "mutes", found)
 
 
 def _mute_form(context: Context, rules: Sequence[str], engines: Sequence[str], needs_token: bool) -> None:
-    with st.form("mute_form", clear_on_submit=True):
+    with st.form("mute_form"):
         st.html(widgets.heading_html("Mute", "what fires still when it ends is told then"))
         first, second, third = st.columns(3)
-        rule = first.selectbox("Rule", [ANY, *rules], key="mute_rule")
-        engine = second.selectbox("Engine", [ANY, *engines], key="mute_engine")
-        lasting = third.selectbox("For", list(LASTING), index=1, key="mute_for")
-        author = first.text_input("Your name", key="mute_author")
-        comment = second.text_input("Why", key="mute_comment")
-        sent = st.form_submit_button("Mute")
-    if not sent:
-        return
+        first.selectbox("Rule", [ANY, *rules], key=_RULE)
+        second.selectbox("Engine", [ANY, *engines], key=_ENGINE)
+        third.selectbox("For", list(LASTING), index=1, key=_LASTING)
+        first.text_input("Your name", key=_AUTHOR)
+        second.text_input("Why", key=_COMMENT)
+        st.form_submit_button("Mute", on_click=_mute, args=(context, needs_token))
+    _show_outcome(context, "form")
+
+
+def _mute(context: Context, needs_token: bool) -> None:
+    """Called by the click, once. The texts stay where the agent refuses them: they are to be mended, not typed anew."""
+    filled = st.session_state
     order = MuteOrder(
-        rule=None if rule == ANY else rule,
-        engine=None if engine == ANY else engine,
-        seconds=LASTING[lasting or "1 h"],
-        author=author,
-        comment=comment,
+        rule=None if filled[_RULE] == ANY else filled[_RULE],
+        engine=None if filled[_ENGINE] == ANY else filled[_ENGINE],
+        seconds=LASTING[filled[_LASTING] or "1 h"],
+        author=filled[_AUTHOR],
+        comment=filled[_COMMENT],
     )
     made = change(context.client, lambda writer: writer.mute(order), needs_token=needs_token)
-    if made is not None:
-        st.success(plain(f"Muted: {alert_cards.mute_text(made, made.created_unix)}"))
+    if isinstance(made, MuteRecord):
+        st.session_state[_AUTHOR] = st.session_state[_COMMENT] = ""
+    st.session_state[_OUTCOME] = Outcome(context.client.url, "form", made)
+
+
+def _drop_outcome() -> None:
+    """Once in each run of the whole page: what was shown before that is of an earlier click."""
+    outcome: Outcome | None = st.session_state.get(_OUTCOME)
+    if outcome is not None and outcome.shown:
+        del st.session_state[_OUTCOME]
+
+
+def _show_outcome(context: Context, place: Literal["mutes", "form"]) -> None:
+    outcome: Outcome | None = st.session_state.get(_OUTCOME)
+    if outcome is None or (outcome.agent, outcome.place) != (context.client.url, place):
+        return
+    outcome.shown = True
+    if isinstance(outcome.found, Condition):
+        show_condition(outcome.found)
+    elif outcome.found is not None:
+        st.success(plain(f"Muted: {alert_cards.mute_text(outcome.found, outcome.found.created_unix)}"))
 
 
 def _trials(context: Context, sinks: Sequence[str], needs_token: bool) -> None:
@@ -114,15 +161,23 @@ def _trials(context: Context, sinks: Sequence[str], needs_token: bool) -> None:
         st.html(widgets.heading_html("Test a receiver", "one message that says that it is a test"))
         if not sinks:
             st.html(widgets.note_html("No receiver is set up."))
-        sink = st.selectbox("Receiver", sinks, key="trial_sink")
-        sent = st.form_submit_button("Send it", disabled=not sinks)
-    if not sent or sink is None:
+        st.selectbox("Receiver", sinks, key="trial_sink")
+        st.form_submit_button("Send it", disabled=not sinks, on_click=_ask_trial, args=(context,))
+    # A receiver may take its time: not in the click itself, which the whole session waits for.
+    agent, sink = st.session_state.pop(_TRIAL, None) or ("", None)
+    if sink is None or agent != context.client.url:
         return
     order = SinkTrialOrder(sink=sink, author="the dashboard")
     with st.spinner("Waiting for the receiver"):
         made = change(context.client, lambda writer: writer.test_sink(order), needs_token=needs_token)
-    if made is not None:
+    if isinstance(made, Condition):
+        show_condition(made)
+    else:
         (st.success if made.sent else st.error)(plain(_told(made)))
+
+
+def _ask_trial(context: Context) -> None:
+    st.session_state[_TRIAL] = context.client.url, st.session_state["trial_sink"]
 
 
 def _told(made: SinkTrial) -> str:

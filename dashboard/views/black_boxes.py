@@ -14,11 +14,12 @@ from dashboard.conditions import refused
 from dashboard.context import Context, show_condition
 from dashboard.figure_component import show_figure
 from dashboard.source import MAP_CELLS, source, timed
+from dashboard.wording import counted
 
 MAP_HEIGHT = 330
 BOXES_SHOWN = 100
 BOXES_SECONDS = 6.0  # from one look at the list to the next
-_OPEN = "open_black_box"  # the box that is open: it does not change, so that it is fetched once
+_OPEN = "open_black_box"  # the box that is open, with its agent: it does not change, so that it is fetched once
 _ROWS = "black_box_rows"
 METRICS = ("F", "Live share", "Waiting requests")
 
@@ -88,12 +89,13 @@ def _open(name: str | None) -> None:
 
 def _opened(context: Context, name: str) -> BlackBox:
     """Raises what the client does."""
-    kept: BlackBox | None = st.session_state.get(_OPEN)
-    if kept is None or kept.summary.name != name:
-        with st.spinner("Opening the black box"):
-            kept = context.client.black_box(name, MAP_CELLS)
-        st.session_state[_OPEN] = kept
-    return kept
+    kept: tuple[str, BlackBox] | None = st.session_state.get(_OPEN)
+    if kept is not None and (kept[0], kept[1].summary.name) == (context.client.url, name):
+        return kept[1]
+    with st.spinner("Opening the black box"):
+        box = context.client.black_box(name, MAP_CELLS)
+    st.session_state[_OPEN] = context.client.url, box
+    return box
 
 
 def _contents(context: Context, box: BlackBox) -> None:
@@ -115,7 +117,7 @@ def _contents(context: Context, box: BlackBox) -> None:
                 expires_ms=None,
             )
     _last_hour(context, box)
-    missed = f", {box.events_missed:,} more were overwritten" if box.events_missed else ""
+    missed = f", {counted(box.events_missed, 'more was', 'more were')} overwritten" if box.events_missed else ""
     st.html(
         widgets.heading_html("Last events", f"the newest {len(box.events)} of {box.events_total:,} in the box{missed}")
     )

@@ -13,7 +13,7 @@ from dashboard.context import Context, ask
 from dashboard.figure_component import show_figure
 from dashboard.map_rows import map_rows
 from dashboard.source import MAP_CELLS, REFRESH_SECONDS
-from dashboard.wording import count, shortened
+from dashboard.wording import counted, shortened
 
 MAP_HEIGHT = 456
 COLOURS = ("state", "owner", "age", "references")
@@ -28,7 +28,7 @@ def show_block_map(engine: EngineSummary, context: Context) -> None:
     if cells is None:
         return
     by = _head(engine, cells)
-    colours = _colouring(by, cells, context, st.session_state.setdefault(_SLOTS, {}))
+    colours = _colouring(by, cells, context, _slots(context))
     notes = [_doubt(engine), widgets.map_note(cells.blocks_per_cell) if by == "state" else _cell_note(by, cells)]
     if colours is None:
         notes.append(f"this map tells no {by}: shown by state")
@@ -75,12 +75,18 @@ def _colour_picked() -> None:
     address.put(address.COLOUR, None if picked == COLOURS[0] else picked)
 
 
+def _slots(context: Context) -> Mapping[str, int]:
+    """Colours that owners of this pool had before."""
+    kept: tuple[tuple[str, str], Mapping[str, int]] | None = st.session_state.get(_SLOTS)
+    return kept[1] if kept is not None and kept[0] == context.pool_key else {}
+
+
 def _colouring(by: str, cells: MapCells, context: Context, before: Mapping[str, int]) -> Colouring | None:
     """None where the map does not tell what was asked for."""
     if by != "owner":
         return colouring.BY[by](cells, context.theme)
     slots = colouring.owner_slots(cells, len(context.theme.series), before)
-    st.session_state[_SLOTS] = slots
+    st.session_state[_SLOTS] = context.pool_key, slots
     return colouring.by_owner(cells, context.theme, slots)
 
 
@@ -93,7 +99,7 @@ def _cell_note(by: str, cells: MapCells) -> str:
     if cells.blocks_per_cell == 1:
         return "one block a cell, in address order"
     which = {"owner": "the owner of most", "age": "the most recent touch", "references": "the highest count"}[by]
-    return f"{count(cells.blocks_per_cell)} blocks a cell, in address order: {which}"
+    return f"{counted(cells.blocks_per_cell, 'block')} a cell, in address order: {which}"
 
 
 def _lit_note(request: str, cells: MapCells) -> str:
@@ -101,4 +107,4 @@ def _lit_note(request: str, cells: MapCells) -> str:
     if cells.requested is None:
         return f"{name} is not among the live sequences" if cells.owner is not None else "this map tells no owners"
     blocks, where = sum(cells.requested), sum(1 for each in cells.requested if each)
-    return f"lit: {count(blocks)} blocks that {name} was first to hold, in {count(where)} cells"
+    return f"lit: {counted(blocks, 'block')} that {name} was first to hold, in {counted(where, 'cell')}"

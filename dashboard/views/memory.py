@@ -10,12 +10,12 @@ from dashboard.context import Context, ask
 from dashboard.source import SLOW_REFRESH_SECONDS, timed
 from dashboard.views.planner import show_planner
 
-_SHOWN = "memory_shown"  # a list of the answer that is on the page, for the files: these are made in another thread
+_SHOWN = "memory_shown"  # by agent, a list of the answer on the page, for the files: these are made in another thread
 
 
 def show(context: Context) -> None:
     """What is read, refreshed; and the planner, which answers to its own form."""
-    shown: list[DeviceList] = st.session_state.setdefault(_SHOWN, [])
+    shown: list[DeviceList] = st.session_state.setdefault(_SHOWN, {}).setdefault(context.client.url, [])
     st.fragment(_devices, run_every=context.every(SLOW_REFRESH_SECONDS))(context, shown)
     exports.offer("memory", lambda: [row for found in shown for row in memory_tables.rows_of(found)])
     show_planner(context)

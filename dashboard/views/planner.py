@@ -6,7 +6,8 @@ import streamlit as st
 
 from agent.wire.plan import PlanChoices
 from dashboard import plan_words, widgets
-from dashboard.context import Context, ask, plain
+from dashboard.conditions import Condition
+from dashboard.context import Context, ask, plain, show_condition
 from dashboard.local_page import goes_without_token
 from dashboard.operator_token import ask_token, change
 from dashboard.plan_words import (
@@ -20,25 +21,30 @@ from dashboard.plan_words import (
     Form,
     NotAConfig,
 )
-from dashboard.source import timed
+from dashboard.source import SLOW_REFRESH_SECONDS, timed
 
 PRESET, UPLOAD = "a known model", "a config.json"
 DEFAULT_PRESET, DEFAULT_GPU = "llama-3.1-8b", "A100-80GB"
 
 
 def show_planner(context: Context) -> None:
-    """Advice for the chosen pool, and the form, which is drawn anew by itself when something in it changes."""
+    """Advice for the chosen pool, refreshed; and the form, which is drawn anew by itself when it changes."""
     if context.pool is not None:
-        found = ask(lambda: context.client.advice(context.pool or ""))
-        if found is not None:
-            st.html(plan_words.live_html(found))
+        st.fragment(_advice, run_every=context.every(SLOW_REFRESH_SECONDS))(context, context.pool)
     st.html(widgets.heading_html("Planner", "what a model keeps in memory, what fits, what to change"))
     listing, choices = ask(context.client.engines), ask(context.client.plan_choices)
     if listing is None or choices is None:
         return
     needs_token = not goes_without_token(listing.agent, context.client)
-    if not needs_token or ask_token("memory"):
+    if not needs_token or ask_token(context, "memory"):
         st.fragment(_planner)(context, choices, needs_token)
+
+
+def _advice(context: Context, pool: str) -> None:
+    with timed("advice"):
+        found = ask(lambda: context.client.advice(pool))
+        if found is not None:
+            st.html(plan_words.live_html(found))
 
 
 def _planner(context: Context, choices: PlanChoices, needs_token: bool) -> None:
@@ -46,7 +52,7 @@ def _planner(context: Context, choices: PlanChoices, needs_token: bool) -> None:
         left, right = st.columns([1, 2.2], gap="medium")
         with left:
             try:
-                form = _form(choices)
+                form = _form(choices, context.agent)
             except NotAConfig as error:
                 st.error(plain(str(error)))
                 return
@@ -54,19 +60,23 @@ def _planner(context: Context, choices: PlanChoices, needs_token: bool) -> None:
             return
         with right:
             found = change(context.client, lambda writer: writer.plan(form.to_json()), needs_token=needs_token)
-            if found is not None:
-                st.html(plan_words.plan_html(found, context.theme))
-        if found is not None:
-            st.html(plan_words.advice_html(found))
+            if isinstance(found, Condition):
+                show_condition(found)
+                return
+            st.html(plan_words.plan_html(found, context.theme))
+        st.html(plan_words.advice_html(found))
 
 
-def _form(choices: PlanChoices) -> Form | None:
-    """None while no model is chosen. Raises NotAConfig."""
+def _form(choices: PlanChoices, agent: int) -> Form | None:
+    """None while no model is chosen. Raises NotAConfig.
+
+    The file is of one agent: it is sent without a click, so that it must not go to another that is looked at later.
+    """
     source = st.segmented_control("Model", [PRESET, UPLOAD], default=PRESET, key="plan_source", required=True)
     preset, config, model = None, None, None
     if source == UPLOAD:
         file = st.file_uploader(
-            "The model's config.json", type="json", key="plan_config", max_upload_size=MAX_CONFIG_BYTES >> 20
+            "The model's config.json", type="json", key=f"plan_config_{agent}", max_upload_size=MAX_CONFIG_BYTES >> 20
         )
         if file is None:
             st.html(widgets.note_html("Choose the file: it stays on the dashboard's server for this session."))

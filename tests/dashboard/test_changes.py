@@ -10,6 +10,7 @@ from agent.client import AgentClient, AgentUnavailable
 from dashboard import jobs
 from dashboard.local_page import is_local
 from dashboard.operator_token import is_token
+from dashboard.views import compaction
 
 PATIENCE_SECONDS = 60.0
 
@@ -55,18 +56,34 @@ def test_a_job_ends_with_its_answer_and_closes_its_client() -> None:
         assert begin.wait(PATIENCE_SECONDS)
         return "done"
 
-    job = jobs.start("Run", "pool", writer, call)
+    job = jobs.start("Run", writer, call)
     assert not job.done.is_set()
     begin.set()
     assert job.done.wait(PATIENCE_SECONDS)
-    assert (job.answer, job.error, job.pool) == ("done", None, "pool")
+    assert (job.answer, job.error, job.agent) == ("done", None, "http://127.0.0.1:9")
     assert job.seconds >= 0
     with pytest.raises(RuntimeError, match="closed"):
         writer.engines()
 
 
 def test_a_job_ends_with_what_hindered_it() -> None:
-    job = jobs.start("Run", "pool", AgentClient("http://127.0.0.1:9"), lambda client: client.engines())
+    job = jobs.start("Run", AgentClient("http://127.0.0.1:9"), lambda client: client.engines())
     assert job.done.wait(PATIENCE_SECONDS)
     assert isinstance(job.error, AgentUnavailable)
     assert job.answer is None
+
+
+def test_a_job_ends_also_where_no_thread_may_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer, asked = AgentClient("http://127.0.0.1:9"), threading.Event()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    job = jobs.start("Run", writer, lambda _: asked.set())
+    assert job.done.is_set()
+    assert isinstance(job.error, jobs.NotAsked)
+    assert "can't start new thread" in str(job.error)
+    assert not asked.is_set()
+    assert "Nothing was changed" in compaction.hindrance(job.error).what
+    with pytest.raises(RuntimeError, match="closed"):
+        writer.engines()

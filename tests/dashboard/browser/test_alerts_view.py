@@ -159,6 +159,32 @@ def test_mutes_and_test_messages_with_the_token(world: dict[str, Any], window: C
     expect(page.get_by_role("button", name="Send it")).to_have_count(0)
 
 
+def test_what_is_refused_need_not_be_typed_anew(world: dict[str, Any], window: Callable[..., Any]) -> None:
+    opened = window(world["dashboard"])
+    page = opened.open(world["steady"].id, view="alerts")
+    page.locator("input[type=password]").fill("two words")
+    page.get_by_role("button", name="Use it").click()
+    expect(page.get_by_text("That cannot be a token")).to_be_visible()
+    expect(page.locator("input[type=password]")).to_have_value("")
+    type_token(page, TOKEN)
+    name, why = (page.get_by_role("textbox", name=name) for name in ("Your name", "Why"))
+    name.fill("ann")
+    why.fill("a drill")
+    page.get_by_role("button", name="Mute").click()  # of no rule and no engine
+    expect(page.get_by_text("The agent refused")).to_be_visible()
+    expect(name).to_have_value("ann")
+    expect(why).to_have_value("a drill")
+    choose(page, "Rule", "tail-waste")
+    page.get_by_role("button", name="Mute").click()
+    expect(page.get_by_text("Muted: tail-waste")).to_be_visible()
+    expect(name).to_have_value("")
+    expect(why).to_have_value("")
+    (made,) = world["alerts"]().mutes
+    assert (made.author, made.comment) == ("ann", "a drill")
+    page.locator(f".st-key-mute_{made.id}").get_by_role("button", name="End it").click()
+    expect(page.get_by_text("Nothing is muted.")).to_be_visible()
+
+
 def test_what_is_shown_can_be_taken_along(world: dict[str, Any], window: Callable[..., Any]) -> None:
     opened = window(world["dashboard"])
     page = opened.open(world["steady"].id, view="alerts")

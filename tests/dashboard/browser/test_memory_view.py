@@ -101,6 +101,25 @@ def test_it_says_what_the_api_says(
     opened.check()
 
 
+def test_advice_follows_the_pool(
+    world: dict[str, Any], window: Callable[..., Any], eventually: Callable[..., Any]
+) -> None:
+    """By itself: nobody chooses anything meanwhile."""
+    opened = window(world["dashboard"])
+    page = opened.open(world["steady"].id, view="memory")
+    before = world["client"].advice(world["steady"].id).verdict
+    expect(page.locator(VIEW)).to_contain_text(before)
+
+    def other() -> str:
+        world["steady"].send("churn 3")
+        verdict: str = world["client"].advice(world["steady"].id).verdict
+        return verdict if verdict != before else ""
+
+    eventually(other, "the pool's own advice is another")
+    expect(page.locator(VIEW)).not_to_contain_text(before)
+    expect(page.locator(VIEW)).to_contain_text(world["client"].advice(world["steady"].id).verdict)
+
+
 def test_sliders_answer_what_if(world: dict[str, Any], window: Callable[..., Any]) -> None:
     opened = window(world["dashboard"])
     page = opened.open(world["steady"].id, view="memory")
