@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
+import dashboard
 from dashboard import wording
 
 
@@ -51,6 +57,45 @@ def test_a_small_share_is_not_rounded_to_nothing() -> None:
     assert wording.share(0, 1000) == "0.0 %"
     assert wording.share(1, 1_000_000) == "<0.1 %"
     assert wording.share(1, 3) == "33.3 %"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0, "0 blocks"), (1, "1 block"), (2, "2 blocks"), (1234, "1,234 blocks"), (None, "—")]
+)
+def test_a_number_has_the_noun_that_it_takes(value: int | None, expected: str) -> None:
+    assert wording.counted(value, "block") == expected
+
+
+def test_a_noun_may_have_its_verb_with_it() -> None:
+    assert [wording.counted(number, "entry is", "entries are") for number in (1, 2)] == ["1 entry is", "2 entries are"]
+    assert [wording.noun(number, "GPU") for number in (-1, -2)] == ["GPU", "GPUs"]
+
+
+NOUNS = "block token sequence page cell slot run mute change frame event device kill GPU alert pool rank request move"
+PLURAL = re.compile(rf" (?:\w+ )?(?:{'|'.join(NOUNS.split())}|entrie)s\b")
+
+
+def plurals_after_a_number(source: str) -> Iterator[str]:
+    """Pieces of f-strings that write a plural right behind a value, whatever that is."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            for value, after in zip(node.values, node.values[1:], strict=False):
+                found = PLURAL.match(str(after.value)) if isinstance(after, ast.Constant) else None
+                if isinstance(value, ast.FormattedValue) and found:
+                    yield f"{ast.unparse(value.value)}{found[0]}"
+
+
+def test_no_page_writes_a_plural_behind_any_number() -> None:
+    """`counted` knows which word a number takes."""
+    folder = Path(dashboard.__file__).parent
+    found = {path.name: [*plurals_after_a_number(path.read_text())] for path in folder.rglob("*.py")}
+    right = {
+        "compaction.py": ["ENTRIES entries"],
+        "conditions.py": ["engine.pid still runs"],  # a verb
+        "requests_table.py": ["totals.owned_blocks / totals.runs blocks"],  # with its decimal
+    }
+    assert {name: said for name, said in found.items() if said} == right
+    assert [*plurals_after_a_number('f"{count(n)} free blocks"')] == ["count(n) free blocks"]
 
 
 @pytest.mark.parametrize(
