@@ -79,6 +79,8 @@ announce() {
         size='about 0.4 GB, or 3 GB where pip picks the build of PyTorch with CUDA (TORCH_INDEX avoids that, see the README)'
     fi
     say "set-up for '$PROFILE': downloads $size into $VENV, with $("$python" --version)"
+    [ "$PROFILE" != test ] || [ "${KVATLAS_TEST_ENGINES:-}" = 0 ] ||
+        say "'make test' then builds an environment with vLLM in $CACHE, about 3.5 GB (KVATLAS_TEST_ENGINES=0 leaves that out)"
 }
 
 # pip on stderr, with its progress where a person watches.
