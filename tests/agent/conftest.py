@@ -26,8 +26,9 @@ from agent.compaction.settings import DriverSettings, Scope
 from agent.history import MemoryHistory
 from agent.log import FOREIGN
 from agent.log import ROOT as ROOT_LOGGER
+from agent.sampling.judgement import Limits
 from agent.sampling.model import AgentView, Clock, PoolSample
-from agent.sampling.sampler import Sampler
+from agent.sampling.sampler import Sampler, SamplerSettings
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.layout import COUNTERS, HISTOGRAM_BOUNDS_SECONDS, HISTOGRAMS, NO_GROUP
 from engine_shim.snapshot import EngineIdentity, Histogram, MapFlags, MapSnapshot
@@ -37,6 +38,10 @@ WRITER = Path(__file__).with_name("writer_process.py")
 POOL_ENGINE = Path(__file__).with_name("pool_engine.py")
 CREATED_UNIX = 1_700_000_000
 PATIENCE_SECONDS = 120.0
+# For tests of something else than silence, on a machine that may leave a process without a core for seconds.
+PATIENT = SamplerSettings(
+    hung_seconds=60, all_hung_seconds=120, limits=Limits(stall_seconds=900, stale_seconds=900, publish_seconds=900)
+)
 
 
 class Engine:
@@ -349,7 +354,7 @@ class Watch:
     def __init__(self, folder: Path, settings: DriverSettings, audit: AuditLog) -> None:
         self.now = 1000.0
         clock = Clock(monotonic=lambda: self.now)
-        self.sampler = Sampler(lambda: [folder], MapReader, MemoryHistory())
+        self.sampler = Sampler(lambda: [folder], MapReader, MemoryHistory(), settings=PATIENT)
         self.driver = CompactionDriver(settings, audit, clock=clock)
         self.audit = audit
 

@@ -41,7 +41,8 @@ from tests.alerts.slack_receiver import Answer, Receiver, slack_judge
 BEGAN = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
 GOLDEN = Path(__file__).with_name("golden")
 PREFIX_TOKENS = 512  # that one hash id of a trace's request stands for
-PATIENT = SamplerSettings(torn_seconds=0.002)  # no real time is spent on waiting for a map that a scene has torn
+# No real time is spent on waiting for a map that a scene has torn, and none is too long for one that it has not.
+SETTINGS = SamplerSettings(torn_seconds=0.002, hung_seconds=60, all_hung_seconds=120)
 
 
 class Served:
@@ -128,7 +129,7 @@ class Scene:
         self.metrics = EngineMetricsView()
         self.devices = NOTHING_READ
         self.clock = Clock(wall=lambda: self.now, monotonic=lambda: self.now - BEGAN + 1000.0)
-        self.sampler = Sampler(lambda: [folder], self._open, MemoryHistory(), clock=self.clock, settings=PATIENT)
+        self.sampler = Sampler(lambda: [folder], self._open, MemoryHistory(), clock=self.clock, settings=SETTINGS)
         self.driver = CompactionDriver(driver, AuditLog(None), clock=self.clock)
         self.store = Store(None, [sink.name for sink in sinks], clock=self.clock)
         self.alerting = Alerting(

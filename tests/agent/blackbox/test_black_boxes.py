@@ -22,6 +22,7 @@ from agent.sampling.sampler import Sampler
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import MapCorrupt
 from engine_shim.layout import HEADER
+from tests.agent.conftest import PATIENT
 
 Start = Callable[..., Any]
 REQUEST, SALT = "chatcmpl-7f3e-of-a-customer", "salt-of-a-tenant"
@@ -32,7 +33,7 @@ class Watch:
 
     def __init__(self, maps: Path, state: Path, most: int = 20, **options: Any) -> None:
         history = MemoryHistory()
-        self.sampler = Sampler(lambda: [maps], MapReader, history)
+        self.sampler = Sampler(lambda: [maps], MapReader, history, settings=PATIENT)
         self.boxes = BlackBoxes(state, most, history, settings={"listen": "here"}, **options)
 
     def tick(self) -> list[Path]:

@@ -23,6 +23,7 @@ from agent.sampling.sampler import Sampler
 from agent.web.blackbox_routes import describe_box
 from agent.wire import blackbox as wire_blackbox
 from engine_shim.allocation_map.reader import MapReader
+from tests.agent.conftest import PATIENT
 
 Start = Callable[..., Any]
 
@@ -37,7 +38,7 @@ def boxed(start_engine: Start, folder: Path, tmp_path: Path) -> tuple[Any, Path,
     engine.freed([3])
     engine.step_ended(1, 0)
     history = MemoryHistory()
-    sampler = Sampler(lambda: [folder], MapReader, history)
+    sampler = Sampler(lambda: [folder], MapReader, history, settings=PATIENT)
     happened = Mark(1.0, engine.id, "engine", "the engine is live")
     boxes = BlackBoxes(tmp_path / "state", 20, history, marks=lambda id, start, end: [happened])
     view = sampler.tick()

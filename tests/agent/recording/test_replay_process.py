@@ -54,7 +54,7 @@ SINCE = {"since_unix", "time_unix"}  # when each of them came to hold what it sa
 AGES = ("_seconds", "_second")  # since something happened, or a rate: the two looked at different times
 KEPT = ("/history", "/alerts", "/frames", "/marks")  # over several samples, or in a folder that this agent has not
 FIGURES = "/v1/devices"  # of the host's memory, which both looked at in their own time
-QUIET = {"KVATLAS_STALL_SECONDS": "3600", "KVATLAS_COMPACTION": "off"}
+QUIET = {"KVATLAS_STALL_SECONDS": "3600", "KVATLAS_STALE_SECONDS": "3600", "KVATLAS_COMPACTION": "off"}
 
 
 def finished(folder: Path, samples: int = 8) -> tuple[Path, str]:

@@ -25,14 +25,10 @@ from agent.web import presenter
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.layout import HEADER, REGION
 from engine_shim.snapshot import MapSnapshot
+from tests.agent.conftest import PATIENT
 
 Start = Callable[..., Any]
 MakeSampler = Callable[..., Sampler]
-
-# Most tests are of something else than silence, on a machine that may leave a process without a core for seconds.
-PATIENT = SamplerSettings(
-    hung_seconds=60, all_hung_seconds=120, limits=Limits(stall_seconds=900, stale_seconds=900, publish_seconds=900)
-)
 
 
 class HandClock:
