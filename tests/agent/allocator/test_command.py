@@ -122,7 +122,7 @@ except SnapshotError as error:
 def run_bounded(path: Path, extra_bytes: int) -> Any:
     """Read in a process that may map no more than that beyond what Python and NumPy have."""
     command = [sys.executable, "-c", BOUNDED, str(path), str(extra_bytes)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -166,7 +166,7 @@ def test_json_beyond_its_bound_is_refused_and_not_loaded(tmp_path: Path) -> None
 
 
 def test_more_blocks_than_the_bound_are_refused_within_it(tmp_path: Path) -> None:
-    path = tmp_path / "blocks.pickle"
+    path, limits = tmp_path / "blocks.pickle", resource.getrlimit(resource.RLIMIT_AS)
     one = _members([segment(*(block(512) for _ in range(2000)))])[0]
     with path.open("wb") as file:
         file.write(b"\x80\x02](")
@@ -174,4 +174,4 @@ def test_more_blocks_than_the_bound_are_refused_within_it(tmp_path: Path) -> Non
             file.write(one)
         file.write(b"e.")
     assert "refused: more than 1,500,000 values" in run_bounded(path, 256 * MIB)
-    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY  # of this process nothing changed
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits  # of this process nothing changed

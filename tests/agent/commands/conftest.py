@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 # Makes the terminal on standard input its own, as a login does, and becomes the program.
 _OWN_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.agent.recording.support import ROOT, SteppingEngine
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 
 
 class StartStepping(Protocol):

@@ -46,7 +46,7 @@ from tests.agent.recording.support import (
     without,
 )
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 BLOCKS = 400
 # What an agent makes of several samples depends on when it took them, and the two took them at different times.
 TRENDS = {"forecast"}

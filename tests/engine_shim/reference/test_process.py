@@ -20,7 +20,7 @@ from engine_shim.layout import BlockState
 from engine_shim.reference import __main__ as command
 
 TINY = ["--model-geometry", "test-tiny", "--device", "cpu", "--blocks", "600", "--transfer-every", "1"]
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 # A stand-in for a supervisor: starts an engine, tells its pid, and waits to be killed.
 PARENT = """
 import subprocess, sys, time
@@ -114,10 +114,12 @@ def test_model_mode_serves_a_trace(start: Callable[..., subprocess.Popen[str]]) 
 def test_a_signal_ends_it_in_good_order(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = start("--engine-id", "one", "--transfer-dir", str(tmp_path / "kv"), "--transfer-rate", "100000")
+    process = start("--engine-id", "one", "--loop", "--transfer-dir", str(tmp_path / "kv"), "--transfer-rate", "100000")
     (path,) = eventually(lambda: maps(tmp_path / "maps"), "the map")
     reader = MapReader(path)
-    snapshot = eventually(lambda: (s := reader.read(2.0)).counters["tokens_written"] and s, "tokens in the map")
+    snapshot = eventually(
+        lambda: (s := reader.read(DEADLINE_SECONDS)).counters["tokens_written"] and s, "tokens in the map"
+    )
     assert snapshot.identity.engine_id == "one"
     assert snapshot.identity.block_bytes == 16 * 1024
     assert snapshot.states[0] == BlockState.RESERVED
@@ -133,13 +135,13 @@ def test_a_signal_ends_it_in_good_order(
 
 
 def test_the_map_shows_what_the_pool_does(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    start("--speed", "4", "--transfer-dir", str(tmp_path / "kv"), "--transfer-rate", "200000")
+    start("--speed", "4", "--loop", "--transfer-dir", str(tmp_path / "kv"), "--transfer-rate", "200000")
     (path,) = eventually(lambda: maps(tmp_path / "maps"), "the map")
     reader = MapReader(path)
     seen: set[int] = set()
 
     def all_states() -> bool:
-        snapshot = reader.read(2.0)
+        snapshot = reader.read(DEADLINE_SECONDS)
         seen.update(snapshot.states.tolist())
         return seen == set(BlockState)
 
