@@ -17,7 +17,7 @@ from agent.capacity.engine_flags import RECIPES, Recipe
 from agent.capacity.formats import KV_ALIASES, KV_FORMATS
 from agent.capacity.planner import plan
 from agent.fragmentation import FragmentationReport
-from engine_shim.snapshot import MapSnapshot
+from engine_shim.snapshot import MapFlags, MapSnapshot
 
 SCHEMA = "kvatlas.advise/v1"
 CROWDED = 0.90  # live share above which the pool counts as nearly full
@@ -50,6 +50,7 @@ class LivePool:
     fragmentation_rate: float | None
     relocating: bool
     has_states: bool
+    unknown: str = ""  # why the states of its blocks, and what is counted of them, say nothing; "" where they do
 
     @property
     def live_share(self) -> float:
@@ -62,8 +63,11 @@ class LivePool:
         return self.live_blocks / self.running if self.running and self.live_blocks else None
 
 
-def live_pool(snapshot: MapSnapshot, report: FragmentationReport, waste_tokens: int | None) -> LivePool:
-    """The numbers of one snapshot that advice is made of."""
+def live_pool(
+    snapshot: MapSnapshot, report: FragmentationReport, waste_tokens: int | None, unknown: str = ""
+) -> LivePool:
+    """The numbers of one snapshot that advice is made of; `unknown` is why they are not those of an engine that runs,
+    beside what the map says of itself."""
     identity, counters = snapshot.identity, snapshot.counters
     return LivePool(
         engine=identity.engine_id,
@@ -87,7 +91,14 @@ def live_pool(snapshot: MapSnapshot, report: FragmentationReport, waste_tokens: 
         fragmentation_rate=report.fragmentation_rate,
         relocating=snapshot.flags.relocating,
         has_states=any(group.kind == "state" for group in snapshot.groups),
+        unknown=unknown or _unknown(snapshot.flags),
     )
+
+
+def _unknown(flags: MapFlags) -> str:
+    if flags.sleeping:
+        return "the engine sleeps, and has given its KV memory back"
+    return "the map's observer has given up following the pool" if flags.degraded else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +134,10 @@ class LiveOption:
         }
 
 
-def pressure(pool: LivePool) -> tuple[bool, str]:
-    """Whether memory is short, and the numbers that say so."""
+def pressure(pool: LivePool) -> tuple[bool | None, str]:
+    """Whether memory is short, None where that is not known, and what says so."""
+    if pool.unknown:
+        return None, f"whether memory is short is not known: {pool.unknown}"
     blocks = f"{pool.live_blocks:,} of {pool.usable_blocks:,} blocks are live ({pool.live_share:.0%})"
     if pool.preemptions:
         return True, f"memory is short: {pool.preemptions:,} preemptions since the start; {blocks}"
@@ -137,6 +150,8 @@ def pressure(pool: LivePool) -> tuple[bool, str]:
 
 def advise_live(pool: LivePool) -> tuple[LiveOption, ...]:
     """Every option that a map can judge, those that bring something first, of less effort before more."""
+    if pool.unknown:
+        return tuple(_out(key, f"not known: {pool.unknown}") for key in LIVE_KEYS)
     made = {
         "headroom": _headroom(pool),
         "block-size": _block_size(pool),
@@ -287,7 +302,7 @@ def to_json(pool: LivePool, config: Mapping[str, Any] | None = None) -> dict[str
         "memory_is_short": short,
         "verdict": words,
         "pool_bytes": pool.total_blocks * pool.block_bytes,
-        "live_share": pool.live_share,
+        "live_share": None if pool.unknown else pool.live_share,
         "options": [one.to_json() for one in advise_live(pool)],
         "planned": None,
         "planned_options": None,

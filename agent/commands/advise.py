@@ -23,7 +23,9 @@ def advise_engine(engine: str, config: Path | None) -> dict[str, Any]:
     reader = MapReader(find_map(engine).path)
     try:
         snapshot = reader.read(1.0)
+        unknown = "" if reader.writer_alive() else "the engine has ended, and this is the map that it left"
     finally:
         reader.close()
     waste = measure_waste(snapshot)
-    return to_json(live_pool(snapshot, analyze(snapshot.states), waste.tokens if waste else None), loaded)
+    pool = live_pool(snapshot, analyze(snapshot.states), waste.tokens if waste else None, unknown)
+    return to_json(pool, loaded)

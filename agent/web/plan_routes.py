@@ -22,6 +22,7 @@ from agent.wire.plan import LiveAdvice, PlanAnswer, PlanCard, PlanChoices
 from engine_shim.errors import SettingsError
 
 ROUTE = "/v1/plan"
+TOLD_STATES = ("live", "stalled")  # of a pool whose blocks are as the map says; in any other they were, or nobody knows
 
 PoolId = Annotated[str, Path(description="id of a pool, or of an engine with one", max_length=512)]
 
@@ -37,7 +38,8 @@ def add_planning(
     async def advice(id: PoolId) -> Response:
         """Whether memory is short in one pool, what each change would bring, and what is ruled out."""
         found = sample(id)
-        pool = live_pool(found.snapshot, found.report, found.waste.tokens if found.waste else None)
+        unknown = "" if found.state in TOLD_STATES else f"the pool is {found.state}: {found.reason}"
+        pool = live_pool(found.snapshot, found.report, found.waste.tokens if found.waste else None, unknown)
         return json_response(LiveAdvice.model_validate(live_json(pool)))
 
     @app.get(ROUTE, response_model=PlanChoices, tags=["capacity"])

@@ -39,10 +39,10 @@ class LiveAdvice(WireModel):
     schema_: str = Field(alias="schema")
     engine: str
     model: str
-    memory_is_short: bool
+    memory_is_short: bool | None  # null where it is not known; the verdict says why
     verdict: str
     pool_bytes: int
-    live_share: float
+    live_share: float | None
     options: list[dict[str, Any]]
     planned: dict[str, Any] | None
     planned_options: list[dict[str, Any]] | None

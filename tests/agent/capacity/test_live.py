@@ -173,6 +173,29 @@ def test_numbers_come_from_the_map(make_snapshot: Make) -> None:
     assert pool.live_share == pytest.approx(5 / 9)
 
 
+@pytest.mark.parametrize("flag", ["sleeping", "degraded"])
+def test_nothing_is_advised_on_states_that_mean_nothing(make_snapshot: Make, flag: str) -> None:
+    states = np.full(100, 2, dtype=np.uint8)
+    snapshot = make_snapshot(states)
+    known = live_pool(snapshot, analyze(states), None)
+    assert pressure(known)[0] is True
+    pool = live_pool(replace(snapshot, flags=replace(snapshot.flags, **{flag: True})), analyze(states), None)
+    short, words = pressure(pool)
+    assert short is None
+    assert words.startswith("whether memory is short is not known: ")
+    facts = to_json(pool)
+    assert (facts["memory_is_short"], facts["live_share"]) == (None, None)
+    assert {one["option"] for one in facts["options"]} == set(LIVE_KEYS)
+    assert not any(one["possible"] for one in facts["options"])
+
+
+def test_of_an_engine_that_ended_nothing_is_advised(start_engine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = start_engine()
+    engine.kill()
+    assert main(["advise", str(engine.path)]) == 0
+    assert "not known: the engine has ended, and this is the map that it left" in capsys.readouterr().out
+
+
 def test_the_command_reads_a_map(
     start_engine: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, geometry_config: dict[str, Any]
 ) -> None:
