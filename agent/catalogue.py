@@ -44,7 +44,7 @@ def catalogue() -> tuple[Part, ...]:
         Part("What engines report themselves", _listed(metric_families(EngineMetricsView(), [], 0.0, PREFIX, LABELS))),
         Part("Devices, hosts and torch's allocator", _listed(device_families(NOTHING_READ))),
         Part("Alerts", _listed(alert_families({}, {}, PREFIX))),
-        Part("The agent", _listed([*sample_families(0.0), *history_families(PREFIX), *gate_families({}, PREFIX)])),
+        Part("The agent", _listed([*sample_families(0.0, 0.0), *history_families(PREFIX), *gate_families({}, PREFIX)])),
     )
 
 

@@ -143,7 +143,8 @@ class PoolCollector(Collector):
         for family in (*known, *compaction, *others):
             if family.samples:
                 yield family
-        yield from sample_families(view.sample_seconds)
+        taken = view.taken_monotonic
+        yield from sample_families(view.sample_seconds, None if taken is None else self._clock.monotonic() - taken)
 
 
 Labelled = Sequence[tuple[tuple[str, ...], PoolSample]]
@@ -154,11 +155,14 @@ def pool_families(pools: Labelled, now: float) -> list[Metric]:
     return [*_engine_families(pools, now), *_pool_families(pools, now), *_counter_families(pools)]
 
 
-def sample_families(sample_seconds: float) -> list[Metric]:
-    """Of the sampler itself."""
-    return [
-        GaugeMetricFamily(PREFIX + "sample_seconds", "Time that the last sample of all pools took.", sample_seconds)
-    ]
+def sample_families(sample_seconds: float, age_seconds: float | None) -> list[Metric]:
+    """Of the sampler itself; `age_seconds` is None before its first sample."""
+    took = GaugeMetricFamily(PREFIX + "sample_seconds", "Time that the last sample of all pools took.", sample_seconds)
+    if age_seconds is None:
+        return [took]
+    # Of now, when it is asked for: all else stands still where the sampler hangs.
+    age = "Time since the last sample of all pools began."
+    return [took, GaugeMetricFamily(PREFIX + "sample_age_seconds", age, max(0.0, age_seconds))]
 
 
 def _present(view: AgentView) -> list[tuple[tuple[str, ...], PoolSample]]:

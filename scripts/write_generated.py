@@ -288,6 +288,9 @@ def fleet() -> str:
 
 def pool() -> str:
     """One engine's pools in every respect."""
+    # An engine counts once, whatever pools and ranks it has.
+    each = f"max by (job, instance, engine_id) (kvatlas_engine_stalled{{{POOL}}})"
+    stalled_engines = f"count({each} == 1) or vector(0)"
     return dashboard(
         "kvatlas-pool",
         "KVAtlas: pool",
@@ -315,7 +318,7 @@ def pool() -> str:
                     ),
                     stat("Runs full in", "s", f"min(kvatlas_pool_exhaustion_seconds{{{POOL}}})"),
                     stat("Requests that wait", "short", f"max(kvatlas_engine_waiting_requests{{{POOL}}})"),
-                    stat("Engines stalled", "short", f"sum(kvatlas_engine_stalled{{{POOL}}})", (1, "red")),
+                    stat("Engines stalled", "short", stalled_engines, (1, "red")),
                     stat("Age of the numbers", "s", f"max(kvatlas_snapshot_age_seconds{{{POOL}}})", (10, "orange")),
                 ],
             ),

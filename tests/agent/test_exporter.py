@@ -58,6 +58,7 @@ REQUIRED = {
     "snapshot_age_seconds": set(),
     "snapshots_torn": set(),
     "sample_seconds": set(),
+    "sample_age_seconds": set(),
     "shim_cpu_seconds": set(),
 }
 # Of the parts that have metrics of their own, which the agent adds; they are tested with those parts.
@@ -114,7 +115,8 @@ def snapshot(make_snapshot: Make) -> MapSnapshot:
 
 
 def test_every_metric_of_the_list_is_there(snapshot: MapSnapshot) -> None:
-    text = Exporter(lambda: view_of(sample_of(snapshot)), clock=CLOCK).render().decode()
+    view = replace(view_of(sample_of(snapshot)), taken_monotonic=CLOCK.monotonic())
+    text = Exporter(lambda: view, clock=CLOCK).render().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     missing = {name for name in REQUIRED if f"kvatlas_{name}" not in families}
     assert missing == set()
@@ -122,7 +124,7 @@ def test_every_metric_of_the_list_is_there(snapshot: MapSnapshot) -> None:
     assert twice == set(), "a part and the exporter itself give the same metric"
     for name, own in REQUIRED.items():
         for one in families[f"kvatlas_{name}"].samples:
-            expected = set() if name == "sample_seconds" else own | set(LABELS)
+            expected = set() if name.startswith("sample_") else own | set(LABELS)
             assert set(one.labels) - {"le"} == expected, name
     assert not {"request", "block", "pid", "engine"} & {
         label for family in families.values() for one in family.samples for label in one.labels
@@ -174,6 +176,17 @@ def test_what_is_gone_is_absent(snapshot: MapSnapshot, make_snapshot: Make) -> N
         assert not any(("engine_id", "engine") in labels for labels in series)
     assert "kvatlas_engine_up" in scrape(view_of(new))
     assert set(scrape(EMPTY_VIEW)) == {"kvatlas_sample_seconds"}
+
+
+def test_a_sampler_that_hangs_is_seen_though_all_its_numbers_stand_still(snapshot: MapSnapshot) -> None:
+    view, now = replace(view_of(sample_of(snapshot)), taken_monotonic=100.0), [100.5]
+    exporter = Exporter(lambda: view, clock=Clock(wall=CLOCK.wall, monotonic=lambda: now[0]))
+    for at, age in ((100.5, 0.5), (400.0, 300.0)):
+        now[0] = at
+        families = text_string_to_metric_families(exporter.render().decode())
+        values = {one.name: one.value for family in families for one in family.samples}
+        assert values["kvatlas_sample_age_seconds"] == age
+        assert values["kvatlas_engine_up"] == 1.0
 
 
 def test_undefined_is_absent(make_snapshot: Make) -> None:
