@@ -89,12 +89,13 @@ def main() -> int:
             processes.append(alone)
             beside, beside_port = _agent.start(maps, told)
             processes.append(beside)
-            began = time.time() + SETTLED_SECONDS
+            began = round(time.time() + SETTLED_SECONDS, 2)  # the same span of both, whenever each is asked
+            ended = began + options.seconds
             time.sleep(SETTLED_SECONDS + options.seconds)
             pool = pool_of(beside_port)
             ends = {
-                "nobody": np.diff(sample_times(alone_port, pool, began, time.time())),
-                "silent": np.diff(sample_times(beside_port, pool, began, time.time())),
+                "nobody": np.diff(sample_times(alone_port, pool, began, ended)),
+                "silent": np.diff(sample_times(beside_port, pool, began, ended)),
             }
         finally:
             for process in processes:

@@ -22,7 +22,7 @@ from agent.terminal.screen import BAR_ROWS, Frame, lay_out
 from agent.terminal.words import ASCII, UNICODE, Glyphs
 from engine_shim.errors import KvatlasError, SettingsError
 
-LEAST_SECONDS = 0.1
+LEAST_SECONDS, MOST_SECONDS = 0.1, 3600.0
 TIMEOUT_SECONDS = 10.0  # of an answer; a live screen says sooner that there is none, and goes on asking
 LIVE_TIMEOUT_SECONDS = 3.0
 JSON_COLUMNS = 4096  # the finest bar: of a million blocks, 1,024 cells
@@ -50,8 +50,8 @@ def top(
 
     Keys: q quits, j and k or the arrows choose a pool, p pauses. Without a terminal to draw on it prints once and ends.
     """
-    if not interval >= LEAST_SECONDS:
-        raise SettingsError(f"--interval {interval:g} keeps the agent busy; give {LEAST_SECONDS:g} or more")
+    if not LEAST_SECONDS <= interval <= MOST_SECONDS:
+        raise SettingsError(f"--interval {interval:g}: give {LEAST_SECONDS:g} to {MOST_SECONDS:g} seconds")
     try:
         address = checked_address(agent)
     except ValueError as error:
