@@ -17,7 +17,7 @@ import pytest
 
 HERE = Path(__file__).parent
 LEFT_OUT = "KVATLAS_TEST_ENGINES=0: tests against real engines were left out"
-DRIVER_SECONDS = 600
+DRIVER_SECONDS = 3600
 ENGINES_SETTINGS = ("KVATLAS_", "VLLM_")
 
 Report = dict[str, Any]

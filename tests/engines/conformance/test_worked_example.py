@@ -25,7 +25,7 @@ def test_the_page_is_a_working_example(repository_root: Path, tmp_path: Path) ->
         "KVATLAS_DIR": str(tmp_path / "maps"),
     }
     finished = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     report = json.loads(finished.stdout.rpartition("RESULT ")[2])

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     )
     manager.add_request(list(range(3, 30)), request_id="one")
     manager.start()
-    result = manager.get_result(timeout=120)
+    result = manager.get_result(timeout=600)
     folder = os.environ["KVATLAS_DIR"]
     seen = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     manager.stop(block=True)

@@ -17,7 +17,7 @@ from engine_shim.adapters import transformers as adapter
 
 PAGE = 8
 PREFIX_TOKENS = 40
-ANSWER_TIMEOUT_SECONDS = 120.0
+ANSWER_TIMEOUT_SECONDS = 600.0
 
 Requests = dict[str, list[int]]
 

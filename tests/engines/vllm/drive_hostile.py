@@ -66,7 +66,7 @@ def served(size: str, *, storm: bool, turn_off_at: int = 0, sleeps: bool = True)
     dice = random.Random(7)
     waiting = [one for one in REQUESTS if size != "tiny" or len(one[1]) + one[2] < 34 * 32][::-1]
     steps = 0
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900
     try:
         while waiting or engine.engine.has_unfinished_requests():
             for _ in range(min(len(waiting), dice.randrange(2))):
@@ -149,7 +149,7 @@ def _say(engine: Engine, line: bytes) -> dict[str, Any]:
     path = engine.attachment.pools[0].observer.path
     assert path is not None
     with socket.socket(socket.AF_UNIX) as connection, socket_address(socket_path(path)) as address:
-        connection.settimeout(20)
+        connection.settimeout(120)
         connection.connect(address)
         connection.sendall(line)
         if line == NONSENSE[0]:

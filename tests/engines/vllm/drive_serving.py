@@ -37,7 +37,7 @@ from engine_shim.control.peer import SOCKET_SUFFIX, socket_address, socket_path
 
 WORK = Path(sys.argv[1])
 MAPS = Path(os.environ["KVATLAS_DIR"])
-SECONDS = 60.0
+SECONDS = 300.0
 MOVES_WANTED = 20
 
 
@@ -134,7 +134,6 @@ def stop_the_worker(llm: Any) -> dict[str, Any]:
     try:
         thread = threading.Thread(target=lambda: served.extend(serve(llm)), daemon=True)
         thread.start()
-        began = time.monotonic()
         try:
             stuck = wait_for(
                 lambda: (
@@ -147,7 +146,6 @@ def stop_the_worker(llm: Any) -> dict[str, Any]:
             last, told = reader.read(), {pid: command_of(pid) for pid in workers}
             error.add_note(f"{last.running_requests} run, steps {last.counters['steps']}, stopped {worker} of {told}")
             raise
-        seen_after = time.monotonic() - began
         beating = stuck.heartbeat_unix_ns - stuck.last_step_unix_ns
     finally:
         os.kill(worker, signal.SIGCONT)
@@ -159,7 +157,6 @@ def stop_the_worker(llm: Any) -> dict[str, Any]:
         "steps_before": before.counters["steps"],
         "stuck_running": stuck.running_requests,
         "stuck_used": int(stuck.state_counts[2]),
-        "stalled_seen_after_seconds": seen_after,
         "heartbeat_after_last_step_ns": beating,
         "served_after": served,
         "used_at_rest": int(after.state_counts[2]),

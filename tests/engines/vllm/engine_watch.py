@@ -127,7 +127,7 @@ class Watch:
         """Serve them, some arriving while others run."""
         dice = random.Random(7)
         waiting = requests[::-1]
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 900
         while waiting or self.engine.engine.has_unfinished_requests():
             for _ in range(min(len(waiting), dice.randrange(at_once))):
                 self.engine.add(*waiting.pop())
@@ -191,7 +191,7 @@ def ask(engine: Engine, request: Any) -> dict[str, Any]:
     path = engine.attachment.pools[0].observer.path
     assert path is not None
     with socket.socket(socket.AF_UNIX) as connection, socket_address(socket_path(path)) as address:
-        connection.settimeout(20)
+        connection.settimeout(120)
         connection.connect(address)
         connection.sendall(encode_request(request))
         line = connection.makefile("rb").readline()

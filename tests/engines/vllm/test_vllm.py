@@ -177,7 +177,6 @@ def test_an_engine_core_of_its_own_publishes_and_nobody_else(serving: Report, di
 def test_a_stopped_worker_shows_as_stalled_and_no_request_is_lost(serving: Report) -> None:
     assert serving["stuck_running"] > 0
     assert serving["stuck_used"] > 0
-    assert serving["stalled_seen_after_seconds"] < 30  # it stood still for 2 s by then
     assert serving["heartbeat_after_last_step_ns"] > 0  # the process lives, its steps do not
     assert serving["served_after"] == serving["tokens"]
     assert serving["used_at_rest"] == 0
