@@ -205,7 +205,7 @@ def test_without_an_answer_it_says_so(shared_stage: Any, window: Callable[..., A
     expect(page.get_by_text("No alert has ended since the agent started.")).to_be_visible()
     process.kill()
     process.wait()
-    assert httpx.get(dashboard_url, trust_env=False).status_code == 200
+    assert httpx.get(dashboard_url, timeout=60.0, trust_env=False).status_code == 200
     expect(page.locator(opened.ALERTS)).to_contain_text("Agent unreachable")
     expect(page.get_by_text("No alert has ended")).not_to_be_visible()
 

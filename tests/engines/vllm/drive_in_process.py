@@ -105,7 +105,7 @@ class Engine:
             self.tokens[output.request_id] = list(output.outputs[0].token_ids)
 
     def drain(self) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 900
         while self.engine.has_unfinished_requests():
             self.step()
             if time.monotonic() > deadline:
@@ -131,7 +131,7 @@ def load(engine: Engine, requests: int, *, aborts: bool = True, resets: bool = T
         for number in range(requests)
     ]
     done = {"aborts": 0, "resets": 0, "steps": 0}
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 900
     while waiting or engine.engine.has_unfinished_requests():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{len(engine.scheduler.requests)} requests are left after {done}")
