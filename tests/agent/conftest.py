@@ -38,10 +38,12 @@ WRITER = Path(__file__).with_name("writer_process.py")
 POOL_ENGINE = Path(__file__).with_name("pool_engine.py")
 CREATED_UNIX = 1_700_000_000
 PATIENCE_SECONDS = 120.0
-# For tests of something else than silence, on a machine that may leave a process without a core for seconds.
+# For tests of something else than silence, on a machine that may leave a process without a core for seconds: a sampler
+# in the test's own process, and an agent in one of its own.
 PATIENT = SamplerSettings(
     hung_seconds=60, all_hung_seconds=120, limits=Limits(stall_seconds=900, stale_seconds=900, publish_seconds=900)
 )
+PATIENT_AGENT = {"KVATLAS_STALL_SECONDS": "900", "KVATLAS_STALE_SECONDS": "900"}
 
 
 class Engine:
@@ -181,7 +183,7 @@ class Agent:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**inherited, "KVATLAS_DIR": str(folder), **(environment or {})},
+            env={**inherited, "KVATLAS_DIR": str(folder), **PATIENT_AGENT, **(environment or {})},
         )
         self.lines: list[dict[str, Any]] = []
         self._news = threading.Condition()

@@ -41,9 +41,8 @@ def test_from_the_map_to_the_client(
     engine.allocated([1, 2, 3], owner)
     engine.wrote([1, 2, 3], [16, 16, 1], 33)
     engine.progressed([owner], [33])
+    engine.step_ended(1, 0)
     client = client_of(start_agent("--interval-seconds", "0.1"))
-    engine.step_ended(1, 0)  # now: an agent that took its time to start would find the engine stalled
-
     (summary,) = wait_until(lambda: [one for one in client.engines().engines if one.blocks.used])
     assert summary.id == engine.id
     assert (summary.state, summary.blocks.used, summary.tail_waste_tokens) == ("live", 3, 15)
