@@ -28,7 +28,7 @@ BAD_NAME = "req\x1b[2J\u202e-1"
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     """With its output in a pipe."""
     given = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", **environment}
-    return subprocess.run([*TOP, *arguments], capture_output=True, cwd=ROOT, timeout=60, check=False, env=given)
+    return subprocess.run([*TOP, *arguments], capture_output=True, cwd=ROOT, timeout=120, check=False, env=given)
 
 
 @pytest.fixture
