@@ -37,7 +37,8 @@ def state_finding(**environment: str) -> Finding:
 def test_doctor_looks_at_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine_devices", list)
     # A disk of its own, which is neither full nor larger than what is asked for below.
-    monkeypatch.setattr("agent.doctor.shutil.disk_usage", lambda folder: SimpleNamespace(total=2**41, used=0, free=2**37))
+    disk = SimpleNamespace(total=2**41, used=0, free=2**37)
+    monkeypatch.setattr("agent.doctor.shutil.disk_usage", lambda folder: disk)
     assert state_finding().level == "note"
     assert state_finding(KVATLAS_STATE_DIR=str(tmp_path / "not" / "yet")).level == "ok"
     (tmp_path / "file").touch()
