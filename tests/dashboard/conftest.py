@@ -23,7 +23,7 @@ from agent import wire
 from agent.client import DEFAULT_URL, AgentClient
 
 HERE = Path(__file__).parent
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 CLIENT_SECONDS = 60.0
 STATES: tuple[wire.BlockStateName, ...] = ("free", "cached", "used", "pinned", "reserved")
 

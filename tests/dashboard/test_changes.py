@@ -12,7 +12,7 @@ from dashboard.local_page import is_local
 from dashboard.operator_token import is_token
 from dashboard.views import compaction
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 
 
 @pytest.mark.parametrize("host", ["localhost:8501", "127.0.0.1:8501", "[::1]:8501", "localhost"])

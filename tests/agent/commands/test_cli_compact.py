@@ -135,7 +135,7 @@ def test_kvatlas_is_taken_out_of_an_engine(start_pool: Start, capsys: Capture, t
     assert (gone["decision"], gone["reason"]) == ("instrumentation_off", "kvatlas compact --unplug")
     reader = MapReader(pool.path)
     try:
-        assert reader.read().flags.degraded
+        assert reader.read(60).flags.degraded
     finally:
         reader.close()
     assert [(entry.action, entry.outcome) for entry in read_entries(log)] == [("unplug", "off")]

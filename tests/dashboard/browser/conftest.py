@@ -22,11 +22,11 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-PATIENCE_MS = 60_000
+PATIENCE_MS = 120_000
 CHECKS = Path(__file__).with_name("checks.js")
 MOST_TAB_STOPS = 200
 TAB_STOPS_KNOWN = 3
-SETTLED_MS = 20_000
+SETTLED_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
 
 
