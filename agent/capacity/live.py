@@ -238,8 +238,8 @@ def _fewer_sequences(pool: LivePool) -> LiveOption:
         return _out("fewer-sequences", f"one sequence runs now, of {each:.1f} blocks: fewer would be none")
     fitting = max(1, int((pool.usable_blocks - pool.headroom_blocks) * CROWDED / each))
     if fitting >= pool.running:
-        return _out("fewer-sequences", f"{pool.running:,} run now, of {each:.1f} blocks on average, and {fitting:,} such "
-                    f"fill {CROWDED:.0%} of the pool: a limit there would hold none back")  # fmt: skip
+        return _out("fewer-sequences", f"{pool.running:,} run now, of {each:.1f} blocks on average, and {fitting:,} "
+                    f"such fill {CROWDED:.0%} of the pool: a limit there would hold none back")  # fmt: skip
     words = (
         f"a running sequence holds {each:.1f} blocks on average: {fitting:,} of them fill {CROWDED:.0%} of the pool, "
         f"and {pool.running:,} run now; each of the {pool.preemptions:,} preemptions computed a sequence anew"
