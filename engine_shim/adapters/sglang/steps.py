@@ -29,7 +29,7 @@ def watch_steps(attachments: Attachments) -> None:
     scheduler_class = getattr(sys.modules.get("sglang.srt.managers.scheduler"), "Scheduler", None)
     for name, telling in ((STEP, _telling_of_steps), (IDLE, _telling_of_rest), (PAUSED, _telling_of_pauses)):
         stock = getattr(scheduler_class, name, None)
-        if scheduler_class is not None and callable(stock) and not hasattr(stock, MARK):
+        if callable(stock) and not hasattr(stock, MARK):
             wrapper = functools.wraps(stock)(telling(stock, attachments))
             setattr(wrapper, MARK, True)
             setattr(scheduler_class, name, wrapper)

@@ -32,7 +32,7 @@ class Allocator:
     size, page_size, free_group = PAGES, 1, None
 
     def __init__(self) -> None:
-        self.free_pages: Any = None
+        self.free_pages = torch.arange(0)
         self.clear()
 
     def alloc(self, need_size: int) -> torch.Tensor:

@@ -68,6 +68,12 @@ def allocators(drive: Callable[..., Report]) -> Report:
 
 
 @pytest.fixture(scope="session")
+def loops(drive: Callable[..., Report]) -> Report:
+    """The event loops of SGLang's scheduler, each from its first step to long after its last."""
+    return drive(HERE / "drive_scheduler.py", HERE)
+
+
+@pytest.fixture(scope="session")
 def conformance(drive: Callable[..., Report]) -> Report:
     """The suite that every adapter must pass."""
     folder = HERE.parent / "conformance"

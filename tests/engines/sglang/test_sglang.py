@@ -64,6 +64,23 @@ def test_sglang_finds_the_plugin_and_only_the_variable_switches_it_on(allocators
     assert allocators["registered"] == {"idle": 0, "unasked": 0, "asked": 1, "found": True, "page": 1, "log": []}
 
 
+@pytest.mark.parametrize("loop", ["normal", "overlap"])
+def test_sglangs_own_loop_ends_with_nothing_running(loops: Report, loop: str) -> None:
+    report = loops[loop]
+    assert (report["running"], report["waiting"], report["used"]) == (0, 0, 0)
+    told, ended = report["steps"]
+    assert told == ended
+    assert 5 < ended < report["rounds"] - 5
+    assert report["reason"] == ""
+
+
+def test_sglangs_own_loop_tells_of_a_pause(loops: Report) -> None:
+    report = loops["paused"]
+    assert (report["running"], report["waiting"], report["steps"]) == (0, 3, [4, 4])
+    assert report["used"] == 3 * (5 + 4)
+    assert loops["wrapped"] == ["process_batch_result", "on_idle", "_record_scheduler_state_for_paused_engine"]
+
+
 @pytest.mark.parametrize("rule", ["partition", "requests", "faults"])
 def test_the_suite_of_every_adapter_holds(conformance: Report, rule: str) -> None:
     report = conformance["rules"][rule]
