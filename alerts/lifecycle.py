@@ -58,6 +58,10 @@ class Lifecycle:
         """The same rules with the states of a Step."""
         return Lifecycle(self.rules, step.states, settings=self.settings)
 
+    def going_on_with(self, states: Mapping[str, AlertState]) -> Lifecycle:
+        """The same rules with these states in place of, or besides, those of now."""
+        return Lifecycle(self.rules, {**self.states, **states}, settings=self.settings)
+
     def evaluate(
         self, readings: Iterable[Reading], at: float, *, elapsed_seconds: float = 0.0, mutes: Sequence[Mute] = ()
     ) -> Step:

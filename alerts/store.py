@@ -67,6 +67,7 @@ class Store:
         self._unread: Since | None = None  # the file may hold what we could not read at the start
         self._sequence = 0
         self._states: dict[str, str] = {}
+        self._states_read: dict[str, str] = {}  # from the file, and not yet asked for
         self._mutes: dict[str, Mute] = {}
         self._expired: dict[str, float] = {}  # since when, by the monotonic clock, the wall clock says so of a mute
         self._outboxes = {sink: Outbox() for sink in sinks}
@@ -85,9 +86,16 @@ class Store:
         return self._trouble
 
     def load_states(self) -> dict[str, str]:
-        """By fingerprint, as they were committed last; also those of a file that could be read only later."""
+        """By fingerprint, as they were committed last."""
         with self._lock:
+            self._states_read = {}
             return dict(self._states)
+
+    def take_late_states(self) -> dict[str, str]:
+        """Those of a file that could be read only after they were loaded; each is given once."""
+        with self._lock:
+            found, self._states_read = self._states_read, {}
+            return found
 
     def commit(self, states_changed: Mapping[str, str | None], changes: Sequence[Change]) -> tuple[Change, ...]:
         """Keep new states (None: the state is gone) and let every sink be told of the changes, both or neither.
@@ -291,7 +299,8 @@ class Store:
         left = read_rows(rows, self._outboxes, self._clock, self._group_by, numbered_since=self._sequence > 0)
         self._sequence = max(self._sequence, left.sequence)
         # A state of ours of which nothing was told is younger than an alert, and knows less of it, than the file's.
-        self._states |= {name: state for name, state in left.states.items() if name not in since.changed}
+        self._states_read = {name: state for name, state in left.states.items() if name not in since.changed}
+        self._states |= self._states_read
         self._mutes = left.mutes | self._mutes
         as_it_is = left.as_it_is
         for sink, before in left.outboxes.items():

@@ -33,6 +33,8 @@ class Keeper(Protocol):
 
     def load_states(self) -> Mapping[str, str]: ...
 
+    def take_late_states(self) -> Mapping[str, str]: ...
+
     def commit(self, states_changed: Mapping[str, str | None], changes: Sequence[Change]) -> Sequence[Change]: ...
 
     def mutes(self) -> Sequence[Mute]: ...
@@ -127,9 +129,10 @@ class Evaluator:
         elapsed = 0.0 if self._evaluated is None else now - self._evaluated
         own = self._devices.readings(self._own.reading(view, now))
         readings = (*own, *self._pools.readings(view, now, fresh=fresh))
-        step = self._lifecycle.evaluate(
-            readings, self._clock.wall(), elapsed_seconds=elapsed, mutes=self._keeper.mutes()
-        )
+        mutes = self._keeper.mutes()
+        if found := self._found():
+            self._lifecycle = self._lifecycle.going_on_with(found)
+        step = self._lifecycle.evaluate(readings, self._clock.wall(), elapsed_seconds=elapsed, mutes=mutes)
         self.readings = readings
         before, self._lifecycle = self._lifecycle, self._lifecycle.after(step)
         keep = set(step.touched)
@@ -163,9 +166,23 @@ class Evaluator:
         return MappingProxyType(counts)
 
     def _load(self) -> dict[str, AlertState]:
+        return self._read(self._keeper.load_states())
+
+    def _found(self) -> dict[str, AlertState]:
+        """What the keeper could not read at the start, and has now. Where we know an alert too, that it was told is
+        more than that it is pending."""
+        late = self._keeper.take_late_states()
+        if not late:
+            return {}
+        known = self._lifecycle.states
+        ours = {id for id, state in known.items() if state.told is not None}
+        found = self._read({id: text for id, text in late.items() if id not in ours})
+        return {id: state for id, state in found.items() if id not in known or state.told is not None}
+
+    def _read(self, texts: Mapping[str, str]) -> dict[str, AlertState]:
         states: dict[str, AlertState] = {}
         forgotten: list[str] = []
-        for id, text in self._keeper.load_states().items():
+        for id, text in texts.items():
             try:
                 state = AlertState.from_json(text)
                 if not id == state.fingerprint == fingerprint(state.alert.rule, state.alert.labels):

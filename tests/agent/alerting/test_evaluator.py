@@ -41,6 +41,9 @@ class Keeper:
     def load_states(self) -> Mapping[str, str]:
         return dict(self.states)
 
+    def take_late_states(self) -> Mapping[str, str]:
+        return {}
+
     def commit(self, states_changed: Mapping[str, str | None], changes: Sequence[Change]) -> Sequence[Change]:
         self.entered.set()
         assert self.gate.wait(120.0)
@@ -189,6 +192,36 @@ def test_a_new_agent_goes_on_where_the_old_one_stood(scene: MakeScene, tmp_path:
     again = evaluator_of(here, store := Store(path, clock=here.clock))
     assert {one.alert.rule for one in again.standing.open if one.told} == {"pool-nearly-full", "leak-suspected"}
     assert [one for _ in range(70) for one in second(here, again)] == []
+    store.close()
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_new_agent_goes_on_from_a_store_that_it_can_read_only_later(
+    scene: MakeScene, tmp_path: Path, over: bool
+) -> None:
+    """What still fires is not told again, though it was found anew and is pending; what is over by then is told so."""
+    here = scene()
+    pool = here.engine(headroom=0.0).engine.pool
+    blocks = pool.allocate(125).blocks
+    here.fires("pool-nearly-full")
+    folder, away = tmp_path / "state", tmp_path / "away"
+    first = evaluator_of(here, store := Store(folder / "alerts.sqlite", clock=here.clock))
+    told = [one for _ in range(70) for one in second(here, first)]
+    assert told == [("pool-nearly-full", ChangeKind.FIRED), ("leak-suspected", ChangeKind.FIRED)]
+    store.close()
+    folder.rename(away)
+    folder.touch()  # in its place, which stops root too
+    if over:
+        pool.release(blocks)
+    again = evaluator_of(here, store := Store(folder / "alerts.sqlite", clock=here.clock, mend_seconds=10.0))
+    assert again.standing.open == ()
+    assert [one for _ in range(5) for one in second(here, again)] == []
+    folder.unlink()
+    away.rename(folder)
+    rules = {rule for rule, _ in told}
+    later = [one for _ in range(400) for one in second(here, again) if one[0] in rules]
+    assert store.durable
+    assert sorted(later) == ([(rule, ChangeKind.RESOLVED) for rule in sorted(rules)] if over else [])
     store.close()
 
 
