@@ -9,16 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent.capacity import families, layer_rules
-from agent.capacity.fields import LAYER_NAMES, Fields, printable, rival_sections, text_section
+from agent.capacity.feed_forward import WIDTH_NAMES
+from agent.capacity.fields import HIDDEN_NAMES, LAYER_NAMES, Fields, printable, rival_sections, text_section
 from agent.capacity.formats import format_of_file
 from agent.capacity.geometry import ModelGeometry
-from agent.capacity.parameters import count_parameters
+from agent.capacity.parameters import count_parameters, is_tied
 from agent.capacity.reading import LayoutUnknown, Reading, missing
 
 MAX_LAYERS = 2048
 SIXTEEN_BIT = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length",
-                "max_target_positions", "max_sequence_length", "max_seq_length", "n_ctx")  # fmt: skip
+                "max_target_positions", "max_sequence_length", "max_seq_length", "n_ctx",
+                "max_context_length")  # fmt: skip
 
 
 def read_geometry(config: Mapping[str, Any], name: str | None = None) -> ModelGeometry:
@@ -41,6 +43,8 @@ def read_geometry(config: Mapping[str, Any], name: str | None = None) -> ModelGe
         return _without_cache(top, text, called, model_type)
     _judge_type(model_type, text, reading)
     layers = text.count(*LAYER_NAMES)
+    if layers is None and model_type == "nemotron_h":  # Transformers 5 saves its list of layers alone
+        layers = len(text.listed("layers_block_type") or ()) or None
     if layers is None:
         raise missing(LAYER_NAMES[0], f"how many layers it has; also read as {', '.join(LAYER_NAMES[1:])}")
     if layers > MAX_LAYERS:
@@ -72,7 +76,7 @@ def read_geometry(config: Mapping[str, Any], name: str | None = None) -> ModelGe
         model_type=model_type,
         layers=caches,
         attention_heads=heads,
-        hidden_size=text.count("hidden_size", "n_embd", "d_model", "dim") or 0,
+        hidden_size=text.count(*HIDDEN_NAMES) or 0,
         vocab_size=text.count("vocab_size", "padded_vocab_size", "n_vocab"),
         max_position=text.count(*LENGTH_NAMES),
         dtype=dtype,
@@ -82,8 +86,9 @@ def read_geometry(config: Mapping[str, Any], name: str | None = None) -> ModelGe
         parameters=counted.total,
         embedding_parameters=counted.unquantized,
         expert_parameters=counted.experts,
+        tied_embeddings=is_tied(model_type, text),
         parameters_note=counted.note,
-        intermediate_size=text.count("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim"),
+        intermediate_size=text.largest(*WIDTH_NAMES),
         encoder_tokens=encoder_tokens,
         draft_layers=draft,
         no_cache_reason=None,
@@ -166,6 +171,7 @@ def _without_cache(top: Fields, text: Fields, name: str, model_type: str) -> Mod
         parameters=None,
         embedding_parameters=0,
         expert_parameters=0,
+        tied_embeddings=False,
         parameters_note="not counted",
         intermediate_size=None,
         encoder_tokens=0,

@@ -63,11 +63,20 @@ FULL_EVERY = {
 }
 """Every n-th layer is full, the others slide; `sliding_window_pattern` in the file overrides."""
 TIED_BY_DEFAULT = _types(
-    """bloom cohere cohere2 falcon gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gpt2
-    gpt_bigcode mpt openelm opt starcoder2 t5 whisper"""
+    """bloom cohere cohere2 ernie4_5 ernie4_5_moe falcon falcon_mamba gemma gemma2 gemma3 gemma3_text gemma3n
+    gemma3n_text gemma4 gemma4_text gpt2 gpt_bigcode lfm2 lfm2_moe mamba mpt openelm opt smollm3 starcoder2 t5 whisper
+    zamba2"""
 )
+NORMED_HEADS = _types(
+    """apertus exaone4 gemma3 gemma3_text hunyuan_v1_dense hunyuan_v1_moe lfm2 lfm2_moe qwen3 qwen3_5 qwen3_5_moe
+    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text"""
+)
+"""Types with a norm over each head of the queries and one over each of the keys."""
+BIASED = _types("""bloom gpt2 gpt_bigcode gpt_neox gptj opt phi starcoder2""")
+"""Types with biases in attention, feed-forward layers and norms."""
 UNGATED_MLP = _types(
-    """bart bloom falcon gpt2 gpt_bigcode gpt_neox gptj mpt nemotron nemotron_h opt persimmon phi starcoder2 whisper"""
+    """apertus arcee bart bloom falcon gpt2 gpt_bigcode gpt_neox gptj mpt nemotron nemotron_h opt persimmon phi
+    starcoder2 whisper"""
 )
 
 # Words in field names that mean a cache which the plain formula does not count.

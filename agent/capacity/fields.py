@@ -9,7 +9,9 @@ from engine_shim.errors import SettingsError
 
 # Sections that hold the language model of a multimodal file, in the order in which they are looked for.
 TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "language_model", "decoder", "text_model", "llm")
-LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers",
+               "num_transformer_layers")  # fmt: skip
+HIDDEN_NAMES = ("hidden_size", "n_embd", "d_model", "dim", "model_dim")
 MAX_TEXT = 4096  # characters: a letter for each of some thousand layers is the longest
 MAX_COUNT = 10**9  # of any count in a config; above, a file is not a model's
 
@@ -53,6 +55,20 @@ class Fields:
                 raise SettingsError(f"{self._where}{name}={value} in the config is not in {least} to {MAX_COUNT}")
             return value
         return None
+
+    def count_at(self, index: int, *names: str, least: int = 1) -> int | None:
+        """As `count`, of one layer where the file has a list of them; the list must reach so far."""
+        name, value = self._first(names)
+        if not isinstance(value, list):
+            return self.count(*names, least=least)
+        return Fields({name: value[index]}, self._where).count(name, least=least)
+
+    def largest(self, *names: str) -> int | None:
+        """As `count`, and the largest entry where the file has a list of them."""
+        _, value = self._first(names)
+        if not isinstance(value, list):
+            return self.count(*names, least=0) or None
+        return max((self.count_at(index, *names, least=0) or 0 for index in range(len(value))), default=0) or None
 
     def need(self, *names: str, why: str) -> int:
         """As `count`, with SettingsError where none of the names is there."""

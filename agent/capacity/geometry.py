@@ -151,6 +151,7 @@ class ModelGeometry:
     parameters: int | None  # of the whole model; None where the file does not say enough
     embedding_parameters: int  # embeddings, output head and norms, which quantization leaves alone
     expert_parameters: int
+    tied_embeddings: bool  # the output head is the table of embeddings
     parameters_note: str
     intermediate_size: int | None
     encoder_tokens: int

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from agent.capacity import families
-from agent.capacity.fields import Fields, show
+from agent.capacity.fields import HIDDEN_NAMES, Fields, show
 from agent.capacity.geometry import AttentionCache, Cache, CacheKind, Confidence
 from agent.capacity.reading import LayoutUnknown, Reading, missing
 from agent.capacity.state_rules import state_of
 from engine_shim.errors import SettingsError
 
 HEAD_NAMES = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+LISTED_HEADS = "num_query_heads"  # OpenELM's, a number for each layer
 KV_HEAD_NAMES = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "num_attention_groups")
 INDEXER_GROUP = 128  # fp8 keys of a sparse-attention indexer have one fp32 scale for so many
 
@@ -27,7 +30,7 @@ def caches_of_layers(
     may_attend = model_type not in ("mamba", "mamba2", "falcon_mamba")
     if not may_attend and set(kinds) != {"state"}:
         raise LayoutUnknown(f"the config of {model_type}, whose layers keep states alone, names layers of other kinds")
-    heads = _need_heads(model_type, text) if may_attend else None
+    heads = _need_heads(model_type, text, layers) if may_attend else None
     per_layer = _kv_heads_by_layer(model_type, text, layers, heads)
     shared_from = layers - (text.count("num_kv_shared_layers", least=0) or 0)
     if shared_from < 1:
@@ -35,7 +38,7 @@ def caches_of_layers(
     if shared_from < layers:
         reading.note(f"the last {layers - shared_from} layers share the cache of earlier ones and keep none")
     cross = text.indices("cross_attention_layers", layers) or frozenset()
-    window = text.count("sliding_window", "sliding_window_size")
+    window = _window(text)
     chunk = text.count("attention_chunk_size")
     if "sliding" in kinds and window is None:
         raise missing("sliding_window", "the size of the window of its sliding layers")
@@ -47,14 +50,15 @@ def caches_of_layers(
         if kind in ("state", "both"):
             caches.append(state_of(model_type, text, reading))
         if kind not in ("state", "none") and index < shared_from and per_layer[index]:
+            own = text.count_at(index, LISTED_HEADS) or heads
             if index in cross:
-                caches.append(_attention(model_type, text, CacheKind.CROSS, heads, per_layer[index], None, reading))
+                caches.append(_attention(model_type, text, CacheKind.CROSS, own, per_layer[index], None, reading))
             elif latent:
                 caches.extend(latent)
             else:
                 attends = {"sliding": CacheKind.SLIDING, "chunked": CacheKind.CHUNKED}.get(kind, CacheKind.FULL)
                 limit = window if attends is CacheKind.SLIDING else chunk if attends is CacheKind.CHUNKED else None
-                caches.append(_attention(model_type, text, attends, heads, per_layer[index], limit, reading))
+                caches.append(_attention(model_type, text, attends, own, per_layer[index], limit, reading))
         found.append(tuple(caches))
     if may_attend and not any(isinstance(one, AttentionCache) for kept in found for one in kept):
         reading.lower("low", f"by the config none of {layers} layers keeps keys and values, as models of this type do")
@@ -80,12 +84,23 @@ def encoder_tokens(model_type: str, top: Fields, text: Fields, reading: Reading)
     return ((size // patch) ** 2 + 1) * tiles
 
 
+def _window(text: Fields) -> int | None:
+    """Tokens of the sliding window; 0 in a file means none, as in Qwen2-MoE's."""
+    return text.count("sliding_window", "sliding_window_size", least=0) or None
+
+
 def attention_heads(model_type: str, text: Fields) -> int | None:
-    """Query heads of the whole model."""
-    return text.count(*HEAD_NAMES)
+    """Query heads of the whole model; of layers that differ, the most heads that each has a multiple of."""
+    listed = text.raw(LISTED_HEADS)
+    if not isinstance(listed, list):
+        return text.count(*HEAD_NAMES)
+    return gcd(*(text.count_at(index, LISTED_HEADS) or 0 for index in range(len(listed)))) or None
 
 
-def _need_heads(model_type: str, text: Fields) -> int:
+def _need_heads(model_type: str, text: Fields, layers: int) -> int:
+    listed = text.raw(LISTED_HEADS)
+    if isinstance(listed, list) and len(listed) < layers:
+        raise missing(LISTED_HEADS, f"{layers} whole numbers, one a layer, where it has {len(listed)}")
     heads = attention_heads(model_type, text)
     if heads is None:
         raise missing(HEAD_NAMES[0], "how many heads each layer has")
@@ -101,7 +116,7 @@ def _kinds(model_type: str, text: Fields, layers: int, reading: Reading) -> list
         kinds = []
         for entry in listed[:layers]:
             word = entry.lower() if isinstance(entry, str) else ""
-            if word in families.FULL_NAMES:
+            if word in families.FULL_NAMES or (word == "indexed_attention" and model_type in families.LATENT):
                 kinds.append("full")
             elif word in families.SLIDING_NAMES:
                 kinds.append("sliding")
@@ -169,7 +184,7 @@ def _windowed_kinds(model_type: str, text: Fields, layers: int, reading: Reading
         every = text.count("no_rope_layer_interval") or 4
         uses = [bool(one) for one in rope] if rope else [(index + 1) % every != 0 for index in range(layers)]
         return ["chunked" if one else "full" for one in uses[:layers]]
-    window = text.count("sliding_window", "sliding_window_size")
+    window = _window(text)
     if window is None:
         return ["full"] * layers
     if model_type in families.SWITCHED_WINDOW or "use_sliding_window" in text:
@@ -269,10 +284,10 @@ def _kv_heads(model_type: str, text: Fields, heads: int) -> int:
 
 def _head_dim(model_type: str, text: Fields, heads: int, reading: Reading) -> int:
     """Elements of one head; what the file says wins over hidden size / heads."""
-    hidden = text.count("hidden_size", "n_embd", "d_model", "dim")
+    hidden = text.count(*HIDDEN_NAMES)
     said = text.count("head_dim", "attention_head_dim", "kv_channels", "hidden_size_per_head", "d_kv")
     if said is not None:
-        if hidden is not None and hidden != said * heads:
+        if hidden is not None and hidden != said * heads and LISTED_HEADS not in text:
             note = f"head_dim {said} of the file is used; hidden size / heads would give {hidden / heads:g}"
             reading.note(note)
         return said

@@ -21,7 +21,7 @@ from tests.agent.capacity.conftest import CASES_FILE
 
 PACKAGE = Path(capacity.__file__).parent
 CASES = json.loads(CASES_FILE.read_text(encoding="utf-8"))
-SOURCES = ("config_reader", "fields", "formats", "layer_rules", "parameters", "state_rules")
+SOURCES = ("config_reader", "feed_forward", "fields", "formats", "layer_rules", "parameters", "state_rules")
 NAME = re.compile(r'"([A-Za-z_]{3,40})"')
 # Every field that the code may read, and some that it does not: any other text of it does no harm here.
 FIELDS = sorted(
