@@ -103,7 +103,9 @@ def test_however_an_engine_ends_it_is_boxed_once(how: str, start_engine: Start, 
     assert (request["request_id"], request["cache_salt"]) == (hash_id(REQUEST), hash_id(SALT))
     assert (request["tokens"], request["blocks"]) == (40, 3)
     history = json.loads(box["history.json"])
-    assert [used[2] for used in history["minimum_mean_maximum"]["used"] if used[2] is not None] == [2.0]
+    used = [each[2] for each in history["minimum_mean_maximum"]["used"] if each[2] is not None]
+    # The one that took its place is sampled in the same second or, with none of these blocks, in a later one.
+    assert used == [2.0] or (how == "restart" and used == [2.0, 0.0])
     # Its map is one that every command reads.
     copy = folder.parent / "copy.kvmap"
     copy.write_bytes(box["map.kvmap"])
