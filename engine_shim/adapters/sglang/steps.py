@@ -36,8 +36,12 @@ def watch_steps(attachments: Attachments) -> None:
 
 
 def anybody_runs(*batches: Any) -> bool:
-    """Has a request of these batches not finished? The first one tells, as a rule."""
-    return any(not request.finished() for request in chain.from_iterable(batch.reqs for batch in batches))
+    """Has a request of these batches not finished? Asked at every step; the first one tells, as a rule."""
+    for batch in batches:
+        for request in batch.reqs:
+            if not request.finished():
+                return True
+    return False
 
 
 def count_running(*batches: Any) -> int:
