@@ -111,6 +111,11 @@ class WeightFormat:
         """Whether it is no quantization at all."""
         return self.bits >= 16
 
+    def kept_bytes(self, embeddings: int) -> int:
+        """Bytes of so many weights of embeddings, head and norms, in 16 bits where the format leaves them alone."""
+        bits = self.bits if self.plain or self.keeps == "nothing" else Fraction(16)
+        return -((-embeddings * bits) // 8)
+
     def bytes_of(self, total: int, embeddings: int, experts: int) -> int:
         """Bytes of `total` weights, of which `embeddings` are embeddings, head and norms and `experts` of experts."""
         if self.plain or self.keeps == "nothing":
@@ -249,13 +254,23 @@ def format_of_file(quantization: Fields | None, dtype: str) -> str | None:
             method, 4 if bits is None else bits, quantization.count("group_size", "q_group_size", least=-1)
         )
     if method in ("modelopt", "modelopt-fp4"):
-        algorithm = (quantization.text("quant_algo") or "").upper()
-        return "nvfp4" if method.endswith("fp4") or algorithm == "NVFP4" else "fp8"
+        return _modelopt(method, quantization)
     if method == "bitsandbytes":
         return "nf4" if quantization.raw("load_in_4bit") is True else "int8"
     if method == "compressed-tensors":
         return _compressed(quantization)
     return {"fp8": "fp8", "fbgemm-fp8": "fp8", "mxfp4": "mxfp4"}.get(method)
+
+
+def _modelopt(method: str, quantization: Fields) -> str | None:
+    """ModelOpt names an algorithm, as hf_quant_config.json does one level down; several have 4 bits and no format here
+    (W4A16_AWQ, MXFP4), and MIXED_PRECISION differs by layer."""
+    inner = quantization.section("quantization")
+    named = quantization.text("quant_algo") or (inner.text("quant_algo") if inner else None)
+    algorithm = (named or ("NVFP4" if method == "modelopt-fp4" else "")).upper()
+    if "NVFP4" in algorithm:
+        return "nvfp4"
+    return "fp8" if algorithm.startswith("FP8") else None
 
 
 def _known_group(method: str, bits: int, group: int | None) -> str | None:

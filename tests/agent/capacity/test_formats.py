@@ -101,6 +101,19 @@ def test_llama_2_7b_in_each_format(format: str, gigabytes: float) -> None:
         ({"quant_method": "fp8"}, "fp8"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt_fp4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "fp8"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, None),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "MIXED_PRECISION"}, None),
+        ({"quant_method": "modelopt"}, None),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4"),
         (
             {"quant_method": "compressed-tensors",
@@ -112,3 +125,17 @@ def test_llama_2_7b_in_each_format(format: str, gigabytes: float) -> None:
 )  # fmt: skip
 def test_the_format_of_a_checkpoint_is_read(quantization: dict[str, Any] | None, found: str | None) -> None:
     assert format_of_file(None if quantization is None else Fields(quantization), "bfloat16") == found
+
+
+@pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "MIXED_PRECISION"])
+def test_an_algorithm_that_is_not_known_is_said_and_counted_in_16_bits(algorithm: str) -> None:
+    quantization = {"quant_method": "modelopt", "quant_algo": algorithm}
+    found = read_geometry(dict(PRESETS["llama-2-7b"].config) | {"quantization_config": quantization})
+    assert found.weight_format == "float16"
+    assert "quant_method modelopt is not known here in the form that the config has" in found.warnings[0]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "fp8", "awq", "q4_0"])
+def test_what_a_format_keeps_is_a_part_of_its_bytes(name: str) -> None:
+    format = weight_format(name)
+    assert format.kept_bytes(1000) == format.bytes_of(1000, 1000, 0)
