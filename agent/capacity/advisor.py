@@ -12,7 +12,7 @@ from typing import Any
 
 from agent.capacity.deployment import DEFAULT_BLOCK_TOKENS, Deployment
 from agent.capacity.engine_flags import RECIPES, Recipe
-from agent.capacity.formats import weight_format
+from agent.capacity.formats import WeightFormat, weight_format
 from agent.capacity.geometry import AttentionCache, Cache, CacheKind, ModelGeometry
 from agent.capacity.planner import Plan, PoolPlan, plan
 from engine_shim.errors import SettingsError
@@ -215,16 +215,23 @@ def _weight_maker(name: str) -> Callable[[Plan], Trial | str]:
             return f"the weights are {current.name} already ({float(current.bits):.3g} bits)"
         given = base.deployment.model_weight_bytes
         if given is not None:
-            part = 1.0 if base.geometry.parameters is None else (
-                1 - base.geometry.embedding_parameters / base.geometry.parameters
-            )  # fmt: skip
-            shrunk = int(given * (1 - part) + given * part * float(wanted.bits / current.bits))
-            trial = replace(base.deployment, model_weight_bytes=shrunk, weight_dtype=name)
+            trial = replace(
+                base.deployment,
+                model_weight_bytes=_requantized(base.geometry, given, current, wanted),
+                weight_dtype=name,
+            )
         else:
             trial = replace(base.deployment, weight_dtype=name)
         return f"weight dtype {current.name} → {name}", base.geometry, trial
 
     return make
+
+
+def _requantized(geometry: ModelGeometry, given: int, current: WeightFormat, wanted: WeightFormat) -> int:
+    """Bytes in another format of weights that were given in one: kept + (given - kept) × wanted bits ÷ current bits."""
+    kept = min(given, current.kept_bytes(geometry.embedding_parameters))
+    shrunk = int((given - kept) * wanted.bits / current.bits)
+    return min(given, wanted.kept_bytes(geometry.embedding_parameters) + shrunk)
 
 
 def _fixed_pool(base: Plan) -> str | None:

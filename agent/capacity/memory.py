@@ -73,17 +73,23 @@ def _guess(geometry: ModelGeometry, format: WeightFormat) -> Weights:
     return Weights(middle, low, high, "guessed", words)
 
 
-def stage_shares(geometry: ModelGeometry, stages: tuple[range, ...], total: int) -> tuple[int, ...]:
-    """Bytes of `total` weights on each pipeline stage: layers by their number, embeddings on the first and the last."""
-    layers = max(1, len(geometry.layers))
-    part = (geometry.embedding_parameters / geometry.parameters) if geometry.parameters else 0.0
-    ends = int(total * part)
-    body = total - ends
-    shares = [body * len(stage) // layers for stage in stages]
+def stage_shares(
+    geometry: ModelGeometry, stages: tuple[range, ...], total: int, format: WeightFormat
+) -> tuple[int, ...]:
+    """Bytes of `total` weights on each pipeline stage: layers by their number, the table of embeddings on the first and
+    the output head on the last.
+
+    Where the head is the table, both ends keep the whole of it (vLLM 0.32, model_executor/models/qwen2.py: embed_tokens
+    of the last rank), so that the stages have more than `total` together.
+    """
     if len(stages) == 1:
         return (total,)
-    shares[0] += ends // 2
-    shares[-1] += ends - ends // 2
+    tables = 1 if geometry.tied_embeddings else 2
+    table = min(total // tables, format.kept_bytes((geometry.vocab_size or 0) * geometry.hidden_size))
+    body = total - table * tables
+    shares = [body * len(stage) // max(1, len(geometry.layers)) for stage in stages]
+    shares[0] += table
+    shares[-1] += table
     return tuple(shares)
 
 

@@ -137,7 +137,7 @@ def plan(geometry: ModelGeometry, deployment: Deployment) -> Plan:
     if geometry.no_cache_reason is not None:
         verdict = geometry.no_cache_reason
     elif deployment.total_bytes is not None or deployment.kv_cache_bytes is not None:
-        sums = _Sums(geometry, deployment, layout, counts, length, max(reserve, engine), engine, activation)
+        sums = _Sums(geometry, deployment, layout, counts, length, max(reserve, engine), engine, activation, weights)
         memory, pool = sums.at(weighing.total, weighing.source)
         fits, verdict = sums.judge(memory, pool)
         if weighing.source == "guessed":
@@ -195,16 +195,18 @@ class _Sums:
         needed: int,
         engine: int,
         activation: int,
+        weights: WeightFormat,
     ) -> None:
         self._geometry, self._deployment, self._layout, self._counts = geometry, deployment, layout, counts
         self._length, self._needed, self._engine, self._activation = length, needed, engine, activation
+        self._weights = weights
 
     def at(self, weights: int, source: str) -> tuple[MemoryPlan, PoolPlan]:
         """The stage with least room decides how many blocks there are."""
         deployment, total = self._deployment, self._deployment.total_bytes
         budget = None if total is None else int(total * deployment.utilization)
         other = OTHER_BYTES if deployment.other_bytes is None else deployment.other_bytes
-        shares = stage_shares(self._geometry, self._layout.stages, weights)
+        shares = stage_shares(self._geometry, self._layout.stages, weights, self._weights)
         found: list[tuple[int, MemoryPlan]] = []
         for share, block in zip(shares, self._layout.stage_block_bytes, strict=True):
             mine = -(-share // deployment.tp)

@@ -132,6 +132,25 @@ def test_weights_given_in_bytes_shrink_by_their_quantized_part() -> None:
     assert given.gain.pool_bytes == pytest.approx(counted.gain.pool_bytes, rel=1e-6)
 
 
+@pytest.mark.parametrize("current", ["fp8", "int8", "gptq-8-g128", "q8_0"])
+def test_weights_given_in_8_bits_shrink_to_what_is_counted_in_4(current: str) -> None:
+    """The embeddings stay in 16 bits in both: they are a larger part of the bytes than of the weights."""
+    geometry = model("llama-3.1-8b")
+    small = replace(SMALL, weight_dtype=current)
+    total = plan(geometry, small).weighing.total
+    counted = by_key(advise(geometry, small))["weights-int4"]
+    given = by_key(advise(geometry, replace(small, model_weight_bytes=total)))["weights-int4"]
+    assert counted.outcome is not None
+    assert given.outcome is not None
+    assert given.outcome.num_blocks == pytest.approx(counted.outcome.num_blocks, abs=1)
+
+
+def test_weights_given_as_fewer_than_the_embeddings_do_not_grow() -> None:
+    given = by_key(advise(model(), replace(SMALL, model_weight_bytes=1 << 20)))["weights-int4"]
+    assert given.gain is not None
+    assert given.gain.pool_bytes == 0
+
+
 def test_a_grouped_model_divides_the_cache_by_its_groups() -> None:
     option = by_key(advise(model(), SMALL))["gqa-model"]
     assert option.gain is not None

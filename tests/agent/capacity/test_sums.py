@@ -13,7 +13,9 @@ import pytest
 
 from agent.capacity.config_reader import read_geometry
 from agent.capacity.deployment import Deployment
+from agent.capacity.formats import weight_format
 from agent.capacity.geometry import ModelGeometry
+from agent.capacity.memory import stage_shares, weigh
 from agent.capacity.planner import Plan, plan
 from agent.capacity.presets import PRESETS
 from agent.capacity.words import arithmetic
@@ -114,6 +116,33 @@ def test_blocks_are_those_of_the_stage_that_has_least_room() -> None:
         assert size // block == blocks == found.pool.num_blocks
         uneven += block != found.kv_bytes_per_block
     assert uneven
+
+
+LAYER_OF_LLAMA_3_8B = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+TABLE_OF_LLAMA_3_8B = 128256 * 4096
+
+
+@pytest.mark.parametrize(("name", "bits"), [("bfloat16", 16), ("awq", 4.15625), ("fp8", 8 + 32 / 128**2)])
+def test_each_pipeline_end_holds_a_table_in_16_bits_whatever_the_layers_are_in(name: str, bits: float) -> None:
+    geometry = read_geometry(PRESETS["llama-3.1-8b"].config)
+    format = weight_format(name)
+    total = weigh(geometry, Deployment(), format).total
+    first, second, third, last = stage_shares(geometry, tuple(range(8 * one, 8 * one + 8) for one in range(4)), total,
+                                              format)  # fmt: skip
+    layers = 8 * (LAYER_OF_LLAMA_3_8B * bits / 8 + 2 * 4096 * 2)
+    assert second == third == pytest.approx(layers, rel=1e-5)
+    assert first == last == pytest.approx(layers + 2 * TABLE_OF_LLAMA_3_8B, rel=1e-5)
+    assert first + second + third + last == pytest.approx(total, abs=4)
+
+
+def test_a_table_that_is_the_head_as_well_is_whole_on_both_ends() -> None:
+    tied = read_geometry(dict(PRESETS["llama-3.1-8b"].config) | {"tie_word_embeddings": True})
+    format = weight_format("awq")
+    total = weigh(tied, Deployment(), format).total
+    shares = stage_shares(tied, (range(16), range(16, 32)), total, format)
+    assert sum(shares) == pytest.approx(total + 2 * TABLE_OF_LLAMA_3_8B, abs=2)
+    assert stage_shares(tied, (range(32),), total, format) == (total,)
+    assert stage_shares(tied, (range(16), range(16, 32)), 1000, format) == (1000, 1000)  # less than a table
 
 
 @pytest.mark.parametrize(
