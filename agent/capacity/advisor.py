@@ -130,11 +130,12 @@ def _rank(base: Plan, option: Option) -> tuple[Any, ...]:
 
 def _option(base: Plan, key: str, make: Callable[[Plan], Trial | str]) -> Option:
     recipe = RECIPES[key]
-    made = make(base)
-    if isinstance(made, str):
-        return Option(key, "", recipe, None, None, made, "")
-    change, geometry, deployment = made
+    change = ""
     try:
+        made = make(base)
+        if isinstance(made, str):
+            return Option(key, "", recipe, None, None, made, "")
+        change, geometry, deployment = made
         other = plan(geometry, deployment)
     except SettingsError as error:
         return Option(key, change, recipe, None, None, str(error), "")

@@ -151,6 +151,13 @@ def test_weights_given_as_fewer_than_the_embeddings_do_not_grow() -> None:
     assert given.gain.pool_bytes == 0
 
 
+def test_an_option_that_cannot_be_is_ruled_out_and_the_others_stand() -> None:
+    options = by_key(advise(model(), replace(SMALL, dp=3000)))
+    assert options["data-parallel"].why_not == "dp=6000 is out of range; give 1 to 4096"
+    assert options["kv-fp8"].possible
+    assert by_key(advise(model(), replace(SMALL, pp=32)))["pipeline-parallel"].why_not is not None
+
+
 def test_a_grouped_model_divides_the_cache_by_its_groups() -> None:
     option = by_key(advise(model(), SMALL))["gqa-model"]
     assert option.gain is not None
