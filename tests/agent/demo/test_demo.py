@@ -142,7 +142,7 @@ def test_a_killed_demo_leaves_nothing(start: Callable[..., Demo]) -> None:
     demo = start(*SMALL, "--dashboard-listen", "127.0.0.1:18551")
     eventually(lambda: len(demo.kvmaps()) == 2, "both maps")
     eventually(lambda: any("streamlit" in command for command in demo.family()), "the dashboard")
-    assert len(demo.family()) == 5  # two engines, agent, dashboard, guardian
+    eventually(lambda: len(demo.family()) == 5, "two engines, agent, dashboard, guardian, and nobody for a moment")
     demo.process.kill()
     demo.process.wait()
     eventually(lambda: demo.leftovers() == [], f"nothing left, not {demo.leftovers()}")
