@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from agent.capacity.fields import show
 from agent.capacity.geometry import ModelGeometry
 from agent.capacity.gpus import Gpu
 from engine_shim.errors import SettingsError
@@ -99,7 +100,7 @@ class Deployment:
 
 def _within(name: str, value: int | None, least: int, most: int) -> None:
     if value is not None and not least <= value <= most:
-        raise SettingsError(f"{name}={value} is out of range; give {least} to {most}")
+        raise SettingsError(f"{name}={show(value)} is out of range; give {least} to {most}")
 
 
 def _divisors(number: int) -> str:

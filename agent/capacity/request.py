@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent.capacity.advisor import Option, advise
 from agent.capacity.config_reader import read_geometry
 from agent.capacity.deployment import MAX_BYTES, Deployment
-from agent.capacity.fields import printable
+from agent.capacity.fields import printable, show
 from agent.capacity.gpus import find_gpu
 from agent.capacity.planner import Plan, plan
 from agent.capacity.presets import PRESETS, Preset
@@ -105,6 +105,25 @@ class PlanSettings(BaseModel):
         return replace(base, **changes)
 
 
+def plan_settings(**given: Any) -> PlanSettings:
+    """The settings of a command. SettingsError names each that is none, and what to give in its place."""
+    try:
+        return PlanSettings(**given)
+    except ValidationError as error:
+        raise SettingsError("; ".join(_refused(dict(one)) for one in error.errors(include_url=False))) from error
+
+
+def _refused(problem: Mapping[str, Any]) -> str:
+    field, given = str(problem["loc"][0]), problem["input"]
+    name = field.removesuffix("_gib").removesuffix("_memory") + "_memory" if field.endswith("_gib") else field
+    flag = name.replace("_", "-")
+    said = f"{flag}={show(given)} (--{flag} or KVATLAS_PLAN_{name.upper()})"
+    wanted = PlanSettings.model_fields[field].description
+    if problem["type"] == "string_too_long":
+        return f"{said} has {len(given):,} characters of {problem['ctx']['max_length']} at most; give {wanted}"
+    return f"{said}: {problem['msg']}; give {wanted}"
+
+
 class PlanRequest(PlanSettings):
     """POST /v1/plan: a model's parsed config.json or the name of a preset, and the settings."""
 
@@ -153,7 +172,7 @@ def load_model(source: str) -> tuple[Mapping[str, Any], str, Deployment]:
     try:
         is_folder = path.is_dir()
     except OSError as error:  # a name too long, or a folder that may not be searched
-        raise SettingsError(f"{source[:200]} cannot be read: {error.strerror or error}") from error
+        raise SettingsError(f"{printable(source)} cannot be read: {error.strerror or error}") from error
     if is_folder:
         config = _load_object(path / CONFIG_NAME)
         index = path / INDEX_NAME
@@ -165,8 +184,8 @@ def load_model(source: str) -> tuple[Mapping[str, Any], str, Deployment]:
     preset = find_preset(source)
     if preset is None:
         raise SettingsError(
-            f"there is no file {source}, and no preset of that name; give a model's config.json or its folder, or one "
-            f"of {', '.join(PRESETS)}"
+            f"there is no file {printable(source)}, and no preset of that name; give a model's config.json or its "
+            f"folder, or one of {', '.join(PRESETS)}"
         )
     return preset.config, source.lower(), preset.deployment
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from agent.capacity.reading import LayoutUnknown
-from agent.capacity.request import PlanSettings, answer, load_model
+from agent.capacity.request import answer, load_model, plan_settings
 from agent.capacity.words import refusal, render, render_advice
 
 EXIT_FAILED = 1
@@ -74,7 +74,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", envvar="KVATLAS_JSON", help="Print one JSON object.")] = False,
 ) -> int:
     """Plan the memory of a model on given GPUs, each sum in words."""
-    settings = PlanSettings(
+    settings = plan_settings(
         gpu=gpu,
         gpu_memory_gib=gpu_memory,
         tp=tp,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from agent.capacity.presets import PRESETS
+from agent.capacity.request import PlanSettings, plan_settings
 from agent.cli import main
+from agent.commands.plan import plan
 from agent.forecast import ExhaustionForecast
 from agent.fragmentation import analyze
 from agent.sampling.model import PoolSample, measure_waste
 from agent.web.errors import ApiError, add_error_handlers
 from agent.web.plan_routes import add_planning
+from engine_shim.errors import SettingsError
 
 CONTRACT = {
     "model", "attention", "kv_bytes_per_token", "kv_bytes_per_token_ideal", "kv_bytes_per_block",
@@ -85,6 +89,38 @@ def test_settings_may_come_from_the_environment(
     assert facts_of(capsys, str(config))["tensor_parallel"] == 4
 
 
+@pytest.mark.parametrize(
+    ("variable", "flag"), [("GPU", "gpu"), ("WEIGHT_DTYPE", "weight-dtype"), ("KV_DTYPE", "kv-dtype")]
+)
+def test_a_long_text_from_the_environment_is_named_and_shortened(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, flag: str
+) -> None:
+    monkeypatch.setenv(f"KVATLAS_PLAN_{variable}", "x" * 300)
+    status, out, err = run(capsys, "llama-2-7b")
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {flag}='xxx")
+    assert f"--{flag} or KVATLAS_PLAN_{variable}) has 300 characters" in err
+    assert "x" * 60 not in err
+
+
+def test_every_setting_of_the_command_has_the_flag_and_the_variable_that_are_named() -> None:
+    """A name in a message that the command does not have would send somebody looking."""
+    variables = {
+        option for one in inspect.signature(plan, eval_str=True).parameters.values() for option in names_of(one)
+    }
+    for field in PlanSettings.model_fields:
+        if field == "prefix_cache":
+            continue  # the API's alone
+        with pytest.raises(SettingsError) as refused:
+            plan_settings(**{field: object()})
+        variable = str(refused.value).partition("or ")[2].partition(")")[0]
+        assert variable in variables, field
+
+
+def names_of(parameter: inspect.Parameter) -> list[str]:
+    return [str(one.envvar) for one in getattr(parameter.annotation, "__metadata__", ()) if hasattr(one, "envvar")]
+
+
 def test_a_preset_brings_its_deployment_and_flags_override_it(capsys: pytest.CaptureFixture[str]) -> None:
     facts = facts_of(capsys, "llama-2-70b-8xa100")
     assert (facts["gpus"], facts["gpu"], facts["kv_dtype"], facts["fits"]) == (8, "A100-80GB", "fp8", True)
@@ -120,6 +156,13 @@ def test_the_text_says_the_sums(capsys: pytest.CaptureFixture[str]) -> None:
         (("llama-2-7b", "--gpu-memory", "nan"), "gpu-memory=nan: give GiB"),
         (("llama-2-7b", "--advise"), "advice needs the memory of a GPU"),
         (("llama-2-7b", "--block-size", "x"), "--block-size"),
+        (("llama-2-7b", "--tp", "9" * 4000), "is out of range; give 1 to 4096"),
+        (("llama-2-7b", "--gpu", "x" * 5000), "(--gpu or KVATLAS_PLAN_GPU) has 5,000 characters of 128 at most"),
+        (("llama-2-7b", "--weight-dtype", "x" * 33), "(--weight-dtype or KVATLAS_PLAN_WEIGHT_DTYPE) has 33 characters"),
+        (("llama-2-7b", "--kv-dtype", "x" * 33), "of 32 at most; give auto, fp16, fp8, int8, int4"),
+        (("llama-2-7b", "--gpu", "\udcff"), "gpu='\\udcff' (--gpu or KVATLAS_PLAN_GPU): "),
+        (("a/" * 2000,), "there is no file a/a/"),
+        (("a\x1b[31m",), "there is no file a?[31m, and no preset"),
         ((), "Missing argument"),
     ],
 )
@@ -129,6 +172,9 @@ def test_bad_usage_ends_with_2_and_names_the_field(
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")
     assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert len(err) < 600
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[1]", "holds no JSON object")])
