@@ -118,7 +118,7 @@ def test_five_seconds_end_with_a_summary(start: Callable[..., Demo]) -> None:
 
 
 def test_the_summary_as_json_has_real_figures(start: Callable[..., Demo]) -> None:
-    demo = start("--seconds", "8", "--no-dashboard", "--json", *SMALL)
+    demo = start("--seconds", "15", "--no-dashboard", "--json", *SMALL)
     out, err = demo.process.communicate(timeout=DEADLINE_SECONDS)
     assert demo.process.returncode == 0, err
     summary = json.loads(out)
