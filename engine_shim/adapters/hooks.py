@@ -39,8 +39,13 @@ class Hook:
         return self._stock
 
     def remove(self) -> None:
-        """Give the object its method back. Where somebody has wrapped it again since, ours stays inside of theirs."""
-        if vars(self.owner).get(self.name) is not self._wrapper:
+        """Give the object its method back. Where somebody has wrapped it again since, ours stays inside of theirs.
+
+        Hook and wrapper hold each other no longer: vLLM takes what its start has made out of the garbage collector's
+        sight, and whatever a circle there holds would stay for good.
+        """
+        wrapper, self._wrapper = self._wrapper, None
+        if wrapper is None or vars(self.owner).get(self.name) is not wrapper:
             return
         if self._had_own:
             setattr(self.owner, self.name, self._stock)
