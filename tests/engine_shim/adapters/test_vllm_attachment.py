@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,10 +80,11 @@ def test_with_a_kv_consumer_and_two_batches_in_flight_ended_requests_are_closed(
         scheduler.update_from_output(before, [f"r{number - 1}"])
         before = step
         assert scheduler.deferred_frees
-        by_value = {entry.owner: entry.request_id for entry in snapshot(one).owners}
-        used = (snapshot(one).states == 2).nonzero()[0]
-        assert all(int(snapshot(one).owner[block]) in by_value for block in used)
-        most = max(most, len(by_value))
+        shown = snapshot(one)
+        assert shown.owner is not None
+        named = {entry.owner for entry in shown.owners}
+        assert set(shown.owner[shown.states == 2].tolist()) <= named
+        most = max(most, len(named))
     assert one.reason == ""
     assert most <= 4
     assert len(book._rows) <= 4
@@ -108,8 +110,13 @@ def test_each_reset_of_the_prefix_cache_lets_the_old_table_go(watch_vllm: WatchV
 
 
 def test_a_new_map_after_a_sleep_names_the_devices_too(watch_vllm: WatchVllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(identity, "gpu_uuids", lambda config: asked.append(config) or ["GPU-1", "GPU-2"])
+    asked: list[Any] = []
+
+    def gpu_uuids(config: Any) -> list[str]:
+        asked.append(config)
+        return ["GPU-1", "GPU-2"]
+
+    monkeypatch.setattr(identity, "gpu_uuids", gpu_uuids)
     scheduler = Scheduler()
     one = watch_vllm(scheduler)
     for _ in range(2):

@@ -49,6 +49,12 @@ def hostile(drive: Callable[..., Report]) -> Report:
 
 
 @pytest.fixture(scope="session")
+def lifetime(drive: Callable[..., Report]) -> Report:
+    """What befalls engines that live long: requests that end in all ways, resets, sleep, the engine's own end."""
+    return drive("drive_lifetime", VLLM_ENABLE_V1_MULTIPROCESSING="0", KVATLAS_AUDIT_STEPS="1")
+
+
+@pytest.fixture(scope="session")
 def language_model(drive: Callable[..., Report], smollm2: Path) -> Report:
     """SmolLM2-135M under vLLM's defaults, in three variants."""
     return drive("drive_language_model", VLLM_ENABLE_V1_MULTIPROCESSING="0", TEST_MODEL=str(smollm2))

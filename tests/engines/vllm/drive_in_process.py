@@ -62,7 +62,6 @@ class Engine:
         self.llm = LLM(
             model=str(model),
             dtype="float32",
-            skip_tokenizer_init=True,
             enforce_eager=True,
             block_size=32,
             num_gpu_blocks_override=blocks,
@@ -70,7 +69,7 @@ class Engine:
             max_model_len=1024,
             seed=0,
             disable_log_stats=False,
-            **{"max_num_batched_tokens": 192, **settings},
+            **{"max_num_batched_tokens": 192, "skip_tokenizer_init": True, **settings},
         )
         KEPT.append(self.llm)
         self.engine = self.llm.llm_engine

@@ -64,3 +64,10 @@ class HoldingConnector(KVConnectorBase_V1):  # type: ignore[misc]
         done = {name for name, left in self._remaining.items() if left == 0}
         self._remaining = {name: left - 1 for name, left in self._remaining.items() if left}
         return done or None, None
+
+
+class PassingConnector(HoldingConnector):
+    """Keeps nothing: vLLM frees each request's blocks as soon as no step in flight may write to them."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, None

@@ -66,3 +66,20 @@ def write(folder: Path, *, hybrid: bool = False) -> Path:
         }
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer beside the model, of letters and words that nobody says: structured output needs one."""
+    from tokenizers import Tokenizer, models  # type: ignore[import-not-found]
+
+    names = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz"]
+    names += [f"<{number}>" for number in range(len(names), VOCABULARY)]
+    words = {name: number for number, name in enumerate(names)}
+    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
