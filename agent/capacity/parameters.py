@@ -141,7 +141,13 @@ def _state_mixer(hidden: int, cache: StateCache) -> int:
         return hidden * (2 * cache.inner + 2 * cache.groups * cache.state + cache.heads) + (
             width * (cache.kernel + 1) + cache.inner * (hidden + 1) + 3 * cache.heads
         )
-    if cache.family in ("gated-delta", "kda"):
+    if cache.family == "kda":
+        # Its gates are of low rank, one of what is forgotten and one of the output (Transformers' KimiLinear).
+        width = cache.heads * cache.head_dim
+        gates = 2 * cache.head_dim * (hidden + width)
+        small = cache.heads + width + cache.head_dim
+        return hidden * (4 * width + cache.heads) + cache.kernel * 3 * width + gates + small
+    if cache.family == "gated-delta":
         keys, values = cache.key_heads * cache.key_dim, cache.heads * cache.head_dim
         return hidden * (2 * keys + 2 * values + 2 * cache.heads) + cache.kernel * (2 * keys + values) + values * hidden
     if cache.family == "linear":

@@ -33,9 +33,9 @@ def state_of(model_type: str, text: Fields, reading: Reading) -> StateCache:
         )
     if model_type == "kimi_linear":
         linear = text.section("linear_attn_config") or text
-        heads = linear.need("num_heads", why="heads of its linear layers")
-        dim = linear.need("head_dim", why="head size of its linear layers")
-        kernel = linear.count("short_conv_kernel_size") or 4
+        heads = linear.need("num_heads", "linear_num_heads", why="heads of its linear layers")
+        dim = linear.need("linear_head_dim", "head_dim", why="head size of its linear layers")
+        kernel = linear.count("short_conv_kernel_size", "linear_conv_kernel_dim") or 4
         return StateCache(
             family="kda", state_dtype=kind, heads=heads, head_dim=dim, key_heads=heads, key_dim=dim, kernel=kernel
         )

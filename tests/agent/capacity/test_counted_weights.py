@@ -231,6 +231,32 @@ NEMOTRON_H = {
     "moe_latent_size": 256,
 }
 
+KIMI_LINEAR: Config = {
+    "model_type": "kimi_linear",
+    "vocab_size": 163840,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "moe_intermediate_size": 1024,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "head_dim": 72,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts": 256,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+}
+
 
 # Each is also what Transformers 5.19's own class of that config has on the meta device, ties counted once. Beside it
 # stands where the checkpoint's own figure is published.
@@ -253,6 +279,7 @@ NEMOTRON_H = {
         pytest.param(AFM_4B, 4_619_184_640, id="arcee"),
         pytest.param(ZAMBA2, 2_662_214_560, id="zamba2"),
         pytest.param(GLM_LITE, 29_943_390_976, id="glm4_moe_lite"),
+        pytest.param(KIMI_LINEAR, 49_122_675_072, id="Kimi-Linear-48B-A3B"),
         pytest.param(NEMOTRON_H, 305_548_480, id="nemotron_h with latent experts"),
     ],
 )
@@ -279,6 +306,8 @@ def test_weights_are_those_of_the_checkpoint(config: Config, parameters: int) ->
         (HUNYUAN_A13B, {"moe_layer_num_skipped": 1, "intermediate_size": 4096}),
         (GLM_LITE, {"mlp_layer_types": ["sparse"] * 47}),
         (GLM_LITE, {"mlp_layer_types": None, "moe_layer_freq": [0, 0] + [1] * 45}),
+        (KIMI_LINEAR, {"num_shared_experts": 0}),
+        (KIMI_LINEAR, {"moe_layer_freq": 2}),
         (NEMOTRON_H, {"moe_latent_size": None}),
         (NEMOTRON_H, {"layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "moe"]}),
         (ZAMBA2, {"num_mem_blocks": 1}),
@@ -351,6 +380,22 @@ def test_openelm_is_read_by_its_own_names() -> None:
         read_geometry(OPENELM_1B | {"num_query_heads": [16] * 27})
     with pytest.raises(SettingsError, match="3 attention heads cannot share 2 KV heads"):
         read_geometry(OPENELM_1B | {"num_query_heads": [3] * 28, "num_kv_heads": [2] * 28})
+
+
+def test_a_file_as_transformers_5_saves_it_reads_as_the_published_one() -> None:
+    linear = KIMI_LINEAR["linear_attn_config"]
+    saved = {name: value for name, value in KIMI_LINEAR.items() if name != "linear_attn_config"}
+    saved |= {
+        "layer_types": [
+            "full_attention" if index + 1 in linear["full_attn_layers"] else "linear_attention" for index in range(27)
+        ],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 26,
+        "linear_num_heads": linear["num_heads"],
+        "linear_head_dim": linear["head_dim"],
+        "linear_conv_kernel_dim": linear["short_conv_kernel_size"],
+    }
+    assert read_geometry(saved).layers == read_geometry(KIMI_LINEAR).layers
+    assert read_geometry(saved).parameters == read_geometry(KIMI_LINEAR).parameters
 
 
 def test_a_window_of_0_is_none_and_indexed_layers_are_those_of_latent_models() -> None:
