@@ -19,6 +19,7 @@ from agent.capacity.planner import Plan, plan
 from agent.capacity.presets import PRESETS, Preset
 from agent.capacity.together import Together, together
 from agent.capacity.words import to_json
+from agent.config import variable
 from engine_shim.errors import SettingsError
 
 GIB = 1 << 30
@@ -117,7 +118,7 @@ def _refused(problem: Mapping[str, Any]) -> str:
     field, given = str(problem["loc"][0]), problem["input"]
     name = field.removesuffix("_gib").removesuffix("_memory") + "_memory" if field.endswith("_gib") else field
     flag = name.replace("_", "-")
-    said = f"{flag}={show(given)} (--{flag} or KVATLAS_PLAN_{name.upper()})"
+    said = f"{flag}={show(given)} (--{flag} or {variable(f'plan_{name}')})"
     wanted = PlanSettings.model_fields[field].description
     if problem["type"] == "string_too_long":
         return f"{said} has {len(given):,} characters of {problem['ctx']['max_length']} at most; give {wanted}"
