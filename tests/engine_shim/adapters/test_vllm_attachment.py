@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tests.engine_shim.adapters.vllm_stand_ins import BLOCK, Core, Scheduler
 def snapshot(one: Attachment) -> MapSnapshot:
     path = one.pools[0].observer.path
     assert path is not None
-    return MapReader(path).read()
+    with closing(MapReader(path)) as reader:
+        return reader.read()
 
 
 def test_a_request_that_ends_before_its_step_is_shown_ends_nothing_else(watch_vllm: WatchVllm) -> None:
