@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ FIGURES = [
     ("3.8 GB the first time", "docs/vllm.md", "3.8 GB"),
     ("about 0.4 GB with a CPU build of PyTorch", "scripts/setup.sh", "about 0.4 GB with a CPU build of PyTorch"),
     ("3 GB or more", "scripts/setup.sh", "or 3 GB where pip picks the build of PyTorch with CUDA"),
+    ("about 3.5 GB", "scripts/vllm_env.sh", "about 3.5 GB"),
+    ("6,000 MiB must be free", "scripts/vllm_env.sh", "FREE_MIB_NEEDED=6000"),
     ("for up to 30 days", "docs/history.md", "1 min for 30 days"),
     ("Python 3.11 or newer", "pyproject.toml", 'requires-python = ">=3.11"'),
     ("vLLM 0.32", "docs/compatibility.md", "| vLLM | 0.32 |"),
@@ -122,6 +126,19 @@ def test_figures_are_those_of_their_sources(
 
 def test_the_past_goes_as_far_back_as_is_said() -> None:
     assert SAMPLE_TIERS[-1].keep_seconds == FRAME_TIERS[-1].keep_seconds == 30 * DAY
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_engines_are_left_out_only_where_that_is_asked_for_and_then_loudly(
+    repository_root: Path, left_out: bool
+) -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/engines/vllm"]
+    environment = {**os.environ, "KVATLAS_TEST_ENGINES": "0" if left_out else ""}
+    told = subprocess.run(
+        command, cwd=repository_root, env=environment, capture_output=True, text=True, check=False
+    ).stdout
+    assert ("tests/engines/vllm/test_vllm.py::" in told) is not left_out
+    assert ("KVATLAS_TEST_ENGINES=0: tests against real engines were left out" in told) is left_out
 
 
 def planned(repository_root: Path, *arguments: str) -> str:
