@@ -234,7 +234,7 @@ def test_the_last_entries_are_told_while_a_disk_hangs(
 
     log = open_log(tmp_path / "audit.jsonl")
     assert log.record(entry(0))
-    monkeypatch.setattr(audit.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     writing = threading.Thread(target=log.record, args=(entry(1),))
     writing.start()
     told: list[int] = []
