@@ -59,8 +59,9 @@ class Tty:
 
     def read(self, seconds: float) -> bool:
         """What comes within that time, as soon as anything does; false where nothing does."""
-        ready, _, _ = select.select([self.master], [], [], seconds)
-        if not ready:
+        there = select.poll()  # select() knows no file above 1,023, and a long session may have many
+        there.register(self.master, select.POLLIN)
+        if not there.poll(1000 * seconds):
             return False
         self.output += os.read(self.master, 65536)
         return True
