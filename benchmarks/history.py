@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from agent.history import METRICS, MemoryHistory
-from agent.history.database import Frame, Sample
+from agent.history.entries import Frame, Sample
 from agent.history.keeper import HistoryKeeper
 from agent.sampling.model import Clock
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from agent.blackbox.privacy import hash_id, scrub_map
-from agent.history.database import Mark
+from agent.history.entries import Mark
 from agent.history.model import METRICS, History
 from agent.sampling.discovery import printable
 from engine_shim import __version__

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from agent.blackbox.contents import Ended, box_members, last_sign_unix, write_archive
-from agent.history.database import Mark
+from agent.history.entries import Mark
 from agent.history.model import History
 from agent.log import EventLog
 from agent.sampling.model import EMPTY_VIEW, AgentView, Clock, PoolSample

@@ -23,7 +23,7 @@ from agent.compaction.audit import read_entries
 from agent.config import AgentSettings, load_settings
 from agent.doctor import examine, to_json
 from agent.history import History, MemoryHistory
-from agent.history.database import Mark
+from agent.history.entries import Mark
 from agent.history.lasting import LastingHistory
 from agent.history.reading import HistoryReader
 from agent.history.writer import FILE, HistoryWriter

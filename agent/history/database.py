@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from agent.history.entries import Entry, Frame, Mark, Sample
 from agent.history.frames import States, encode_frame
 from agent.history.tiers import (
     CHAINS,
@@ -80,50 +81,6 @@ TEXT_BYTES = {
     "lines": "length(CAST(line AS BLOB)) + 10",
 }
 Done = TypeVar("Done")
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Values of a pool at one time."""
-
-    pool: str
-    time_unix: float
-    values: Mapping[str, float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """States of a pool's blocks at one time; nobody changes the array."""
-
-    pool: str
-    time_unix: float
-    incarnation: str
-    sequence: int
-    states: States
-
-
-HOLD = "hold: "  # begins the text of a decision to do nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Something that happened, or was decided, at one time. `pool` is "" where it is about the agent."""
-
-    time_unix: float
-    pool: str
-    kind: str  # "engine", "decision", "alert", ...
-    text: str
-    detail: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of the agent's log."""
-
-    text: str
-
-
-Entry = Sample | Frame | Mark | Line
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.history.database import Sample
+from agent.history.entries import Sample
 from agent.history.memory import MemoryHistory
 from agent.history.model import Bucket, Grid
 from agent.history.reading import HistoryReader, Rows

@@ -15,7 +15,8 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.history.database import BUSY_SECONDS, HOLD, SCHEMA, VERSION, Mark, unusable
+from agent.history.database import BUSY_SECONDS, SCHEMA, VERSION, unusable
+from agent.history.entries import HOLD, Mark
 from agent.history.frames import States, decode_frame
 from agent.history.model import METRICS
 from agent.history.tiers import FRAME_TIERS, RECORD, Tier

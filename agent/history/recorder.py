@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from agent.alerting.evaluator import AlertsStanding
 from agent.compaction.audit import AuditEntry
-from agent.history.database import Entry, Frame, Line, Mark
+from agent.history.entries import Entry, Frame, Line, Mark
 from agent.log import JsonFormatter
 from agent.sampling.model import AgentView, PoolSample
 from alerts.model import Phase

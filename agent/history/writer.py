@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agent.history.database import PIECE_BYTES, Entry, Frame, HistoryDatabase, Line, Mark, unusable
+from agent.history.database import PIECE_BYTES, HistoryDatabase, unusable
+from agent.history.entries import Entry, Frame, Line, Mark
 from agent.log import EventLog
 from agent.sampling.model import Clock
 from alerts.database import DatabaseUnusable, Fault, set_aside

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from agent.history.database import HOLD, Entry, Mark
+from agent.history.entries import HOLD, Entry, Mark
 from agent.history.reading import MAX_MARKS_READ
 from agent.history.recorder import Recorder
 

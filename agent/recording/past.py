@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from agent.history.database import Mark
+from agent.history.entries import Mark
 from agent.history.frames import FrameCorrupt
 from agent.history.reading import MAX_MARKS_READ, KeptFrame
 from agent.recording.chunks import RecordingError

@@ -17,7 +17,7 @@ from agent.blackbox.contents import read_facts
 from agent.blackbox.keeper import BlackBoxes
 from agent.blackbox.privacy import hash_id, scrub_map
 from agent.history import MemoryHistory
-from agent.history.database import Mark
+from agent.history.entries import Mark
 from agent.sampling.sampler import Sampler
 from engine_shim.allocation_map.reader import MapReader
 from engine_shim.errors import MapCorrupt

@@ -18,7 +18,7 @@ from agent.blackbox.reading import BoxDamaged, BoxReader
 from agent.client import AgentClient, AgentRefused
 from agent.fragmentation import analyze
 from agent.history import MemoryHistory
-from agent.history.database import Mark
+from agent.history.entries import Mark
 from agent.sampling.sampler import Sampler
 from agent.web.blackbox_routes import describe_box
 from agent.wire import blackbox as wire_blackbox

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.history.database import Frame, Mark
+from agent.history.entries import Frame, Mark
 from agent.history.reading import HistoryReader
 from agent.web.history_routes import thin_out
 

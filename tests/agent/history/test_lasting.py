@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.history.database import Frame, Line, Mark, Sample
+from agent.history.entries import Frame, Line, Mark, Sample
 from agent.history.model import Bucket
 from agent.history.tiers import CHAINS, DAY, FRAME_TIERS, SAMPLE_TIERS
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.history.database import Frame, HistoryDatabase, Line, Mark, Sample
+from agent.history.database import HistoryDatabase
+from agent.history.entries import Frame, Line, Mark, Sample
 from agent.history.tiers import DAY
 from alerts.database import DatabaseUnusable, Fault
 from tests.agent.history.test_writer import POOL, MakePast, kept

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent.history.database import Frame
+from agent.history.entries import Frame
 from agent.history.tiers import DAY
 
 POOL = "engine.dp0.tp0.pp0.kv"

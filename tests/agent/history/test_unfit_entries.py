@@ -11,7 +11,8 @@ import pytest
 
 from agent.history import database
 from agent.history import writer as writing
-from agent.history.database import LARGEST, Frame, Line, Mark, Sample
+from agent.history.database import LARGEST
+from agent.history.entries import Frame, Line, Mark, Sample
 from agent.history.tiers import SAMPLE_TIERS
 from tests.agent.history.test_writer import POOL, MakePast, add, kept
 

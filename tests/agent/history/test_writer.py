@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from agent.history import writer as writing
-from agent.history.database import Frame, Sample
+from agent.history.entries import Frame, Sample
 from agent.history.families import history_families
 from agent.history.tiers import SAMPLE_TIERS
 
