@@ -301,6 +301,8 @@ def soak_line(name: str) -> Callable[[Any], Verdict]:
 
     def read(result: Any) -> Verdict:
         row = row_of(result["verdict"], name=name)
+        if row["met"] is None:
+            raise NotMeasuredError(row["value"])
         if not isinstance(row["met"], bool):
             raise TypeError(f"{row['met']!r} is neither true nor false")
         return Verdict(row["value"].partition(": ")[0], row["met"])

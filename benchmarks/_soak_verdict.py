@@ -25,7 +25,8 @@ BEFORE_SECONDS, AFTER_SECONDS = 2.0, 6.0  # that a fault's interval may reach be
 KILL_SECONDS = 2.0 + 1.0  # docs/history.md promises two; a bucket of the answer is one wide
 SLOPE_BYTES = 0.5e6  # a minute
 SETTLED_SHARE = 1 / 3  # of a run that is warm-up
-SHORTEST_SLOPE_SECONDS = 60.0
+SHORTEST_SECONDS = 60.0  # after warm-up
+JUDGED_SECONDS = 1200.0  # that memory must be seen for: each kind of fault costs some when it is met first
 MORE_DESCRIPTORS, MORE_THREADS = 5, 3
 CORES = {"agent": 0.5, "dashboard": 1.5}
 WAITED_MS, MORE_WAITED = 100.0, 2.0  # on a full machine a thread may wait for another of its own that has no core
@@ -36,12 +37,12 @@ UNKEPT = ("disk full",)  # faults in which an audit entry is in memory alone, as
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One bar. `value` and `bar` are for people."""
+    """One bar. `value` and `bar` are for people; `met` is None where the run was too short to tell."""
 
     name: str
     value: str
     bar: str
-    met: bool
+    met: bool | None
 
 
 def judge(record: Mapping[str, Any]) -> list[Line]:
@@ -162,16 +163,10 @@ def _usage(record: Mapping[str, Any]) -> Iterable[Line]:
     for process, rows in record["usage"].items():
         settled = [row for row in rows if row[0] >= record["seconds"] * SETTLED_SHARE]
         span = settled[-1][0] - settled[0][0] if settled else 0.0
-        if span < SHORTEST_SLOPE_SECONDS:
-            yield Line(f"{process}: measured after warm-up", f"{span:.0f} s", f"{SHORTEST_SLOPE_SECONDS:g} s", False)
+        if span < SHORTEST_SECONDS:
+            yield Line(f"{process}: measured after warm-up", f"{span:.0f} s", f"{SHORTEST_SECONDS:g} s", False)
             continue
-        slope = slope_a_minute(settled, 1)
-        yield Line(
-            f"{process}: memory",
-            f"{slope / 1e6:+.2f} MB/min, {settled[-1][1] / 1e6:.0f} MB",
-            f"< {SLOPE_BYTES / 1e6:g} MB/min",
-            slope < SLOPE_BYTES,
-        )
+        yield _memory(process, settled, span)
         for what, column, more in (("descriptors", 2, MORE_DESCRIPTORS), ("threads", 3, MORE_THREADS)):
             sixth = max(1, len(settled) // 4)
             first, last = (
@@ -182,6 +177,17 @@ def _usage(record: Mapping[str, Any]) -> Iterable[Line]:
         cores = (settled[-1][4] - settled[0][4]) / span
         bar = CORES[process]
         yield Line(f"{process}: CPU", f"{cores:.2f} cores", f"{bar:g}", cores <= bar)
+
+
+def _memory(process: str, settled: Sequence[Sequence[float]], span: float) -> Line:
+    slope, judged = slope_a_minute(settled, 1), span >= JUDGED_SECONDS
+    value = f"{slope / 1e6:+.2f} MB/min, {settled[-1][1] / 1e6:.0f} MB"
+    return Line(
+        f"{process}: memory",
+        value if judged else f"{value}, in {span / 60:.0f} of {JUDGED_SECONDS / 60:.0f} min",
+        f"< {SLOPE_BYTES / 1e6:g} MB/min",
+        slope < SLOPE_BYTES if judged else None,
+    )
 
 
 def _pages(record: Mapping[str, Any]) -> Line:

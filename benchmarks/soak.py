@@ -208,12 +208,13 @@ def report(record: dict[str, Any], file: Path | None) -> int:
     width = max(len(line.name) for line in lines)
     print()
     for line in lines:
-        print(f"{'' if line.met else 'MISSED':>6}  {line.name:<{width}}  {line.value}   (bar {line.bar})")
+        word = "short" if line.met is None else "" if line.met else "MISSED"
+        print(f"{word:>6}  {line.name:<{width}}  {line.value}   (bar {line.bar})")
     if file is not None:
         verdict = [{"name": one.name, "value": one.value, "bar": one.bar, "met": one.met} for one in lines]
         kept = {"schema": "kvatlas.soak/v1", "at": datetime.now().astimezone().isoformat(), "load": os.getloadavg()[0]}
         file.write_text(json.dumps({**kept, "verdict": verdict, "record": record}) + "\n")
-    return 0 if all(line.met for line in lines) else 1
+    return 1 if any(line.met is False for line in lines) else 0
 
 
 def inside(options: argparse.Namespace, work: Path) -> int:

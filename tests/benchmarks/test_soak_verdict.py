@@ -41,7 +41,7 @@ DOCTORED: dict[str, tuple[str, Callable[[Record], object]]] = {
     ),
     "a gap in another engine's fault": (
         "gaps over",
-        lambda r: r["samples"].update({"engine-1": [t for t in map(float, range(300)) if not (20 < t < 34)]}),
+        lambda r: r["samples"].update({"engine-1": [t for t in map(float, range(2400)) if not (20 < t < 34)]}),
     ),
     "an engine without a sample": ("gaps over", lambda r: r["samples"].update({"engine-1": []})),
     "history lost": ("history lost", lambda r: r["kills"].append({"at": 50.0, "kept": 40.0})),
@@ -72,6 +72,17 @@ def test_a_doctored_record_turns_its_line_red(record: Record, name: str) -> None
     doctor(doctored)
     red = [one.name for one in judge(doctored) if not one.met]
     assert any(one.startswith(line) for one in red), red
+
+
+@pytest.mark.parametrize("a_minute", [0.0, 5e6])
+def test_a_run_that_is_warm_up_for_the_most_part_tells_nothing_of_memory(record: Record, a_minute: float) -> None:
+    for process in ("agent", "dashboard"):
+        _grow(record, 1, a_minute, process)
+        record["usage"][process] = [row for row in record["usage"][process] if row[0] < 900]
+    lines = {one.name: one for one in judge(record | {"seconds": 900.0})}
+    assert lines["agent: memory"].met is None
+    assert lines["dashboard: memory"].met is None
+    assert "in 10 of 20 min" in lines["agent: memory"].value
 
 
 def test_a_gap_is_explained_by_faults_that_cover_it_whole() -> None:
