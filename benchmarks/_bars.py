@@ -185,14 +185,9 @@ def copy_share(shape: str) -> Callable[[Any], Reading]:
     )
 
 
-def runs_cost(name: str) -> Callable[[Any], Reading]:
-    """The highest of both pools, which the note tells apart."""
-    return lambda result: highest(Reading(number(one[name]), f"{one['blocks']:,} blocks") for one in result["costs"])
-
-
-def runs_speed(name: str) -> Callable[[Any], Reading]:
-    """The lowest of both pools."""
-    return lambda result: lowest(Reading(number(one[name]), f"{one['blocks']:,} blocks") for one in result["costs"])
+def of_runs(name: str, blocks: int) -> Callable[[Any], Reading]:
+    """What runs cost in the pool of so many blocks."""
+    return lambda result: Reading(number(row_of(result["costs"], blocks=blocks)[name]))
 
 
 def budget_ms(result: Any) -> float:
@@ -404,39 +399,44 @@ BARS: tuple[Bar, ...] = (
     *(
         Bar(
             "compaction",
-            what,
-            runs_cost(name),
+            f"{what}, {pool}",
+            of_runs(name, blocks),
             1e3 * RunSettings().max_step_seconds,
             "ms",
             against,
             limit_of=budget_ms,
         )
+        for blocks, pool in compaction.POOLS.items()
         for what, name, against in (
             ("excess of steps of a run, p99", "excess_p99_ms", "median of equal steps"),
-            ("excess of steps of a run, p99, CPU time", "excess_cpu_p99_ms", "median of equal steps"),
-            ("work of a run in one step, CPU time, p99", "work_cpu_p99_ms", ""),
+            ("the same in CPU time", "excess_cpu_p99_ms", "median of equal steps"),
+            ("work of a run in a step, CPU time, p99", "work_cpu_p99_ms", ""),
         )
     ),
     *(
         Bar(
             "compaction",
-            what,
-            runs_speed(name),
+            f"{what}, {pool}",
+            of_runs(name, blocks),
             compaction.BAR_THROUGHPUT,
             against="engine without runs",
             at_least=True,
         )
+        for blocks, pool in compaction.POOLS.items()
         for what, name in (
             ("throughput during runs", "throughput_ratio"),
             ("throughput by CPU time", "throughput_cpu_ratio"),
         )
     ),
-    Bar(
-        "compaction",
-        "share of CPU time that runs take",
-        runs_cost("time_share_cpu"),
-        MAX_TIME_SHARE,
-        limit_of=time_share_bound,
+    *(
+        Bar(
+            "compaction",
+            f"share of CPU time that runs take, {pool}",
+            of_runs("time_share_cpu", blocks),
+            MAX_TIME_SHARE,
+            limit_of=time_share_bound,
+        )
+        for blocks, pool in compaction.POOLS.items()
     ),
     Bar(
         "compaction",

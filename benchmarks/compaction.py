@@ -50,6 +50,7 @@ from engine_shim.workload import TraceRequest
 SEQUENCES = 48
 BLOCKS = 3000
 LARGE_BLOCKS, LARGE_GEOMETRY, LARGE_SCALE = 91_200, "stories260K", 24
+POOLS = {BLOCKS: "110 kB blocks", LARGE_BLOCKS: "10 kB blocks"}  # what the table calls them
 MOVED_SHARE = 0.06  # of the live blocks, by the runs of a window, if they get so far
 BAR_THROUGHPUT = 0.98
 BAR_ELASTIC = 0.95

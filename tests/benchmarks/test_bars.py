@@ -294,7 +294,7 @@ def test_what_is_no_number_is_an_error(value: object) -> None:
 
 
 def test_a_limit_that_an_option_sets_is_that_of_the_run() -> None:
-    bar = next(bar for bar in BARS if bar.what == "work of a run in one step, CPU time, p99")
+    bar = next(bar for bar in BARS if bar.what == "work of a run in a step, CPU time, p99, 110 kB blocks")
     result = result_of(bar)
     assert row_of(bar, result).bar == "at most 2 ms"
     result["costs"] = [{**one, "budget_ms": 1.0} for one in result["costs"]]
