@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -83,7 +84,9 @@ def create_app(context: ApiContext) -> FastAPI:
         responses={"4XX": {"model": wire.ErrorBody}, "5XX": {"model": wire.ErrorBody}},
     )
     app.add_middleware(BodyLimit)
-    app.add_middleware(WriteGate, gate=context.gate or Gate(context.guard, clock=context.clock.monotonic))
+    # A replay's clock goes back and stands still; who asks does neither.
+    steady = time.monotonic if context.replay is not None else context.clock.monotonic
+    app.add_middleware(WriteGate, gate=context.gate or Gate(context.guard, clock=steady))
     add_error_handlers(app)
     _add_probes(app, context)
     _add_engines(app, context)

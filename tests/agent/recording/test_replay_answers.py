@@ -80,6 +80,20 @@ def test_on_another_machine_alerts_are_still_of_the_recorded_one(
     assert compare(recorded, recorded.path, COMPARED[9:10]) == []
 
 
+def test_a_seek_back_is_not_held_against_who_asks(recorded: Recorded) -> None:
+    """The limits of changes go by time, and that of the replay goes back."""
+    recording = Recording(recorded.path)
+    player = Player(recording, recorded.settings, GUARD, paused=True)
+    try:
+        with TestClient(player, client=("127.0.0.1", 1)) as client:
+            for place in (recording.end_ns, recording.start_ns, recording.end_ns, recording.start_ns):
+                assert client.post("/v1/replay", json={"position_unix": place / 1e9}).status_code == 200
+            assert client.post("/v1/replay", json={"speed": 2}).status_code == 200
+    finally:
+        player.stop()
+        recording.close()
+
+
 def test_the_traffic_that_is_compared_has_everything_in_it(recorded: Recorded) -> None:
     """A comparison of empty answers would prove nothing."""
     instants = list(recorded.live.values())
