@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         describe = getattr(error, "format_message", None)
         if describe is None:
             raise
-        return _complain(f"{describe()} (kvatlas --help lists what there is)", EXIT_USAGE)
+        context = getattr(error, "ctx", None)
+        command = getattr(context, "command_path", "") or "kvatlas"
+        return _complain(f"{describe()} ({command} --help lists what there is)", EXIT_USAGE)
     return status if isinstance(status, int) else 0
 
 

@@ -91,11 +91,13 @@ def examine_maps(folders: Sequence[Path]) -> Iterator[Finding]:
         except (KvatlasError, OSError) as error:
             yield Finding(f"map {one.id}", "warning", str(error), "see the reason")
             continue
-        state = "its writer lives" if alive else "its writer is gone"
-        message = f"{identity.model}, {identity.total_blocks:,} blocks, pid {identity.pid}, {state}"
-        yield Finding(f"map {one.id}", "ok", message)
-        if alive:
-            yield from _out_of_sight(one.id, one.path, identity)
+        message = f"{identity.model}, {identity.total_blocks:,} blocks, pid {identity.pid}"
+        if not alive:
+            action = "start that engine anew, or, where it is not to come again, remove its map"
+            yield Finding(f"map {one.id}", "note", f"{message}: its writer is gone", action)
+            continue
+        yield Finding(f"map {one.id}", "ok", f"{message}, its writer lives")
+        yield from _out_of_sight(one.id, one.path, identity)
     if not found.maps and not found.unreadable:
         action = "start an engine with the shim, or `kvatlas demo`; check KVATLAS_DIR on both sides"
         yield Finding("maps", "note", f"none found in {', '.join(map(str, folders))}", action)

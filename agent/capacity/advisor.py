@@ -38,6 +38,11 @@ class Gain:
     bytes_per_token: int
     gpus: int
 
+    @property
+    def brings_something(self) -> bool:
+        """Room, or fewer bytes or GPUs for the same."""
+        return max(self.pool_bytes, self.tokens, self.sequences) > 0 or min(self.bytes_per_token, self.gpus) < 0
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -139,7 +144,10 @@ def _option(base: Plan, key: str, make: Callable[[Plan], Trial | str]) -> Option
         other = plan(geometry, deployment)
     except SettingsError as error:
         return Option(key, change, recipe, None, None, str(error), "")
-    return Option(key, change, recipe, _gain(base, other), other.fits, None, _words(base, other), other.pool)
+    gain, words = _gain(base, other), _words(base, other)
+    if not gain.brings_something and other.fits == base.fits:
+        return Option(key, change, recipe, None, None, f"{change} brings nothing here: {words}", "")
+    return Option(key, change, recipe, gain, other.fits, None, words, other.pool)
 
 
 def _gain(base: Plan, other: Plan) -> Gain:

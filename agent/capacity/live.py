@@ -262,7 +262,7 @@ def _offload(pool: LivePool) -> LiveOption:
 
 
 def _allocation(pool: LivePool) -> LiveOption:
-    rate = "undefined" if pool.fragmentation_rate is None else f"{pool.fragmentation_rate:.2f}"
+    rate = "undefined" if pool.fragmentation_rate is None else f"{pool.fragmentation_rate:.3f}"
     if pool.relocating:
         return _out("allocation-policy", f"relocating allocation is on; the fragmentation rate is {rate}")
     return _out(

@@ -47,7 +47,7 @@ def add_alerts(
         names = await apart(lambda: list(alerting.pipeline.health()))
         if order.sink not in names:
             there = ", ".join(names) or "none"
-            raise ApiError(404, "not_found", "there is no such receiver", f"give one that is set up: {there}")
+            raise ApiError(404, "not_found", "that receiver is not set up", f"give one that is set up: {there}")
         author = order.author or "the API"
         busy = f"{TRIALS} test messages are under way already"
         ask = partial(alerting.try_sink, order.sink, author, clock.wall())

@@ -147,8 +147,14 @@ def test_weights_given_in_8_bits_shrink_to_what_is_counted_in_4(current: str) ->
 
 def test_weights_given_as_fewer_than_the_embeddings_do_not_grow() -> None:
     given = by_key(advise(model(), replace(SMALL, model_weight_bytes=1 << 20)))["weights-int4"]
-    assert given.gain is not None
-    assert given.gain.pool_bytes == 0
+    assert "brings nothing here" in (given.why_not or "")
+
+
+def test_no_option_that_is_offered_brings_nothing() -> None:
+    for deployment in (SMALL, replace(SMALL, tp=4), replace(SMALL, max_batched_tokens=1 << 20)):
+        fits = plan(model(), deployment).fits
+        for one in advise(model(), deployment):
+            assert one.gain is None or one.gain.brings_something or one.fits != fits, one.key
 
 
 def test_an_option_that_cannot_be_is_ruled_out_and_the_others_stand() -> None:

@@ -109,7 +109,7 @@ def test_offload_pays_for_what_is_evicted_and_fragmentation_for_nothing() -> Non
     found = options(replace(POOL, evicted_blocks=5000, reused_blocks=20))["kv-offload"]
     assert found.why_not is None
     assert "5,000 blocks of cached prefixes were evicted since the start (19.53 GiB)" in found.arithmetic
-    assert "fragmentation rate is 0.97, which costs a paged pool no memory" in (
+    assert "fragmentation rate is 0.970, which costs a paged pool no memory" in (
         options(POOL)["allocation-policy"].why_not or ""
     )
     assert "relocating allocation is on" in (options(replace(POOL, relocating=True))["allocation-policy"].why_not or "")
