@@ -85,7 +85,9 @@ def bundle(
     if as_json:
         print(json.dumps(facts, allow_nan=False))
         return
-    print(f"{facts['file']}: {facts['bytes']:,} bytes, {facts['black_boxes']} black boxes, {facts['maps']} maps")
+    boxes = "1 black box" if facts["black_boxes"] == 1 else f"{facts['black_boxes']} black boxes"
+    maps = "1 map" if facts["maps"] == 1 else f"{facts['maps']} maps"
+    print(f"{facts['file']}: {facts['bytes']:,} bytes, {boxes}, {maps}")
     for line in facts["left_out"]:
         print(f"left out: {line}")
     print("read it before you publish it: it names models, engines, folders and packages of this host")

@@ -114,7 +114,7 @@ def test_a_bundle_has_what_a_report_needs_and_nothing_that_is_secret(
                 assert word.encode() not in stored, file
 
     assert cli.main(["bundle", "dead", "-o", str(output)]) == 0
-    assert "1 black boxes, 1 maps" in capsys.readouterr().out
+    assert "1 black box, 1 map\n" in capsys.readouterr().out
     assert not any("alive" in name for name in dict(everything_in(output.read_bytes())))
     assert cli.main(["bundle", "nobody", "-o", str(output)]) == 2
     assert "nothing is known of an engine 'nobody'" in capsys.readouterr().err
