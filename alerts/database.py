@@ -34,6 +34,7 @@ SCHEMA: Final = (
 )
 TABLES: Final = ("meta", "states", "waiting", "told", "standing", "mutes")
 CORRUPT: Final = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+DAMAGED_SCHEMA: Final = ("no such ", "malformed database schema", "unsupported file format")  # begins of SQLite's words
 LOCKED: Final = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
 
@@ -239,5 +240,6 @@ def _unusable(error: Exception) -> DatabaseUnusable:
     if isinstance(error, UnicodeDecodeError):  # SQLite quotes the file in its error, and sqlite3 cannot read that
         return DatabaseUnusable(Fault.CORRUPT, "its schema is not text")
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary one; extended codes stand above it
-    fault = Fault.CORRUPT if code in CORRUPT else Fault.LOCKED if code in LOCKED else Fault.UNWRITABLE
+    damaged = code in CORRUPT or (code == sqlite3.SQLITE_ERROR and str(error).startswith(DAMAGED_SCHEMA))
+    fault = Fault.CORRUPT if damaged else Fault.LOCKED if code in LOCKED else Fault.UNWRITABLE
     return DatabaseUnusable(fault, str(error) or type(error).__name__)

@@ -20,7 +20,7 @@ _TEXTS: Final = (
 _PERHAPS_TEXTS: Final = ("runbook_url", "link")
 LAST_UNIX: Final = 253_402_300_800.0  # the year 10000, which no calendar of ours writes
 # Whatever a damaged text makes of the code that reads it.
-MISREAD: Final = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError)
+MISREAD: Final = (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError)
 
 
 class RowUnreadable(ValueError):

@@ -64,6 +64,7 @@ class Store:
         self._database: Database | None = None
         self._trouble: str | None = None if path else "no path is set"
         self._mend_at: float | None = None  # None: never again
+        self._replaced = False
         self._unread: Since | None = None  # the file may hold what we could not read at the start
         self._sequence = 0
         self._states: dict[str, str] = {}
@@ -342,6 +343,7 @@ class Store:
                 action=f"the file {error.fault.value}; until then a restart forgets what was not told yet",
             )
         self._trouble = str(error)
+        self._replaced = error.fault is Fault.REPLACED  # what is there now is not ours to write over
         at_once = error.fault in (Fault.CORRUPT, Fault.REPLACED)
         self._mend_at = self._clock.monotonic() + (0.0 if at_once else self._mend_seconds)
 
@@ -366,11 +368,16 @@ class Store:
 
     def _reopen(self, path: Path) -> Database:
         """The file, to be written anew. What it holds that we could not read at the start is taken over before that;
-        what is damaged is kept under another name."""
+        what is damaged, or came in our file's place, is kept under another name."""
+        stranger, self._replaced = self._replaced and path.exists(), False
         try:
-            return self._read_late(Database(path))
+            database = Database(path)  # not where another agent has it
+            if not stranger:
+                return self._read_late(database)
+            database.close()
         except DatabaseUnusable as error:
             if error.fault is not Fault.CORRUPT:
+                self._replaced = stranger
                 raise
         log_event("alert_store_set_aside", level=logging.WARNING, path=str(path), aside=str(set_aside(path)))
         self._unread = None

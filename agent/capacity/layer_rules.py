@@ -328,7 +328,10 @@ def _encoder_decoder(text: Fields, layers: int) -> tuple[tuple[Cache, ...], ...]
     heads = text.need("decoder_attention_heads", "num_heads", "num_attention_heads", why="heads of the decoder")
     dim = text.count("d_kv", "head_dim")
     if dim is None:
-        dim = text.need("d_model", "hidden_size", why="the head size follows from it") // heads
+        width = text.need("d_model", "hidden_size", why="the head size follows from it")
+        if width % heads:
+            raise SettingsError(f"d_model={width} is no multiple of {heads} heads; mend the file, or give its d_kv")
+        dim = width // heads
     own = AttentionCache(kind=CacheKind.FULL, kv_heads=heads, key_dim=dim, value_dim=dim)
     cross = AttentionCache(kind=CacheKind.CROSS, kv_heads=heads, key_dim=dim, value_dim=dim)
     return tuple((own, cross) for _ in range(depth))

@@ -103,6 +103,8 @@ def make_bundle(engine: str | None, output: Path, settings: AgentSettings, agent
         checked_address(agent_url)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+    if output.is_symlink() or (output.exists() and not output.is_file()):
+        raise SettingsError(f"{output} is there, and is no regular file; give another with -o")
     packed, now = _Bundle(), time.time()
     folders = settings.map_folders()
     boxes = [] if settings.state_dir is None else _boxes(settings.state_dir, engine)

@@ -68,14 +68,14 @@ class SourceReading:
     attempts: int = 0
     failures: int = 0
 
-    def earlier(self, seconds: float) -> SourceReading:
-        """The same, read that much earlier: for a clock that was set back by as much since."""
+    def moved(self, seconds: float) -> SourceReading:
+        """The same, read that much later: for a clock that was set ahead by as much since."""
         return replace(
             self,
-            began_unix=None if self.began_unix is None else self.began_unix - seconds,
-            read_unix=None if self.read_unix is None else self.read_unix - seconds,
+            began_unix=None if self.began_unix is None else self.began_unix + seconds,
+            read_unix=None if self.read_unix is None else self.read_unix + seconds,
             unchanged_since_unix=MappingProxyType(
-                {engine: since - seconds for engine, since in self.unchanged_since_unix.items()}
+                {engine: since + seconds for engine, since in self.unchanged_since_unix.items()}
             ),
         )
 

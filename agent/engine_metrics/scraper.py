@@ -35,7 +35,7 @@ from agent.sampling.model import AgentView, Clock, PoolSample
 
 POINTS_SECONDS = 60.0  # of the maps, that are kept to compare with
 MOST_POINTS = 4096  # of a pool, should samples come faster than ever
-LEAST_SET_BACK_SECONDS = 1.0  # less is the drift of two clocks
+LEAST_STEP_SECONDS = 1.0  # that a clock was set by; less is the drift of two clocks
 MOST_AT_ONCE = 16
 PATIENT_FAILURES = 3  # an engine that starts has its map before it answers
 MOST_BACKOFF = 5  # doublings
@@ -145,7 +145,7 @@ class MetricsScraper:
     def tick(self) -> EngineMetricsView:
         """Take in what came, ask what is due, compare, and publish the new view."""
         now, now_unix = self._clock.monotonic(), self._clock.wall()
-        self._set_back(now, now_unix)
+        self._follow_clock(now, now_unix)
         samples = self._samples().samples
         self._hasten(samples, now)
         for address in self._addresses:
@@ -224,16 +224,16 @@ class MetricsScraper:
                     address.failures_in_a_row, address.due = 0, now
         self._live = live
 
-    def _set_back(self, now: float, now_unix: float) -> None:
-        """Where the clock was set back, put what was read before as far back: else it would be new for as long."""
+    def _follow_clock(self, now: float, now_unix: float) -> None:
+        """Where the clock was set, move what was read before along with it: else it were new, or old, by as much."""
         then, self._looked = self._looked, (now, now_unix)
-        back = 0.0 if then is None else (then[1] - then[0]) - (now_unix - now)
-        if back < LEAST_SET_BACK_SECONDS:
+        step = 0.0 if then is None else (now_unix - now) - (then[1] - then[0])
+        if abs(step) < LEAST_STEP_SECONDS:
             return
         for address in self._addresses:
-            address.reading = address.reading.earlier(back)
+            address.reading = address.reading.moved(step)
         for pair in self._pairs.values():
-            pair.pending, pair.judged = None, None if pair.judged is None else pair.judged - back
+            pair.pending, pair.judged = None, None if pair.judged is None else pair.judged + step
 
     def _aged(self, reading: SourceReading, now_unix: float) -> SourceReading:
         """Without what was last said too long ago."""

@@ -21,6 +21,7 @@ from agent.history.frames import States, decode_frame
 from agent.history.model import METRICS
 from agent.history.tiers import FRAME_TIERS, RECORD, Tier
 from alerts.database import DatabaseUnusable, Fault
+from alerts.encoding import MISREAD
 
 MAX_MARKS_READ = 1000
 MAX_AT_ONCE = 2  # questions; each has three files open
@@ -90,8 +91,8 @@ class HistoryReader:
                 " WHERE pool = ? AND tier = ? AND start >= ? AND start < ? ORDER BY start",
                 (id, tier.step_seconds, float(start_unix), float(end_unix)),  # whole ones may be too large for SQLite
             ).fetchall()
-        starts = np.fromiter((start for start, _ in found), np.float64, len(found))
-        return Rows(starts, np.frombuffer(b"".join(part for _, part in found), RECORD))
+            starts = np.fromiter((start for start, _ in found), np.float64, len(found))
+            return Rows(starts, np.frombuffer(b"".join(part for _, part in found), RECORD))
 
     def frame_at(self, pool: str, at_unix: float) -> KeptFrame | None:
         """The newest frame that is not after `at_unix`, of whichever tier has it; None where there is none.
@@ -182,10 +183,7 @@ class HistoryReader:
                 " ORDER BY time_ms DESC, id DESC LIMIT ?",
                 (pool, start_unix * 1000, end_unix * 1000, holds, HOLD + "%", limit),
             ).fetchall()
-        return tuple(
-            Mark(time_ms / 1000, name, kind, text, json.loads(detail))
-            for time_ms, name, kind, text, detail in reversed(found)
-        )
+        return tuple(mark for row in reversed(found) if (mark := _mark(row)) is not None)
 
     def lines(self, limit: int) -> tuple[str, ...]:
         """The newest lines of the agent's log, oldest first."""
@@ -211,6 +209,8 @@ class HistoryReader:
             yield connection
         except sqlite3.Error as error:
             raise unusable(error) from error
+        except MISREAD as error:
+            raise DatabaseUnusable(Fault.CORRUPT, f"a row of it cannot be read: {error!r}") from error
         finally:
             connection.close()
 
@@ -237,6 +237,15 @@ class HistoryReader:
         except (OSError, sqlite3.Error) as error:
             raise unusable(error) from error
         return connection
+
+
+def _mark(row: tuple[float, str, str, str, str]) -> Mark | None:
+    """None for a damaged row, which must not cost the others their answer."""
+    time_ms, name, kind, text, detail = row
+    try:
+        return Mark(time_ms / 1000, name, kind, text, dict(json.loads(detail)))
+    except MISREAD:
+        return None
 
 
 _FrameRow = tuple[int, int, int, int, str, int]

@@ -18,6 +18,7 @@ class Crew:
     def __init__(self, size: int) -> None:
         self._size = size
         self._at_work = 0
+        self._refused = False  # the last thread that was asked for
         self._changed = threading.Condition()
 
     @property
@@ -35,9 +36,12 @@ class Crew:
         try:
             threading.Thread(target=self._do, args=(work,), name=name, daemon=True).start()
         except (RuntimeError, MemoryError) as error:  # the limit of processes is shared with the engine's
-            _log.warning("%s: no thread could be started: %s; raise the limit of processes (pids.max)", name, error)
+            if not self._refused:  # once a stretch: anybody may ask for more
+                _log.warning("%s: no thread could be started: %s; raise the limit of processes (pids.max)", name, error)
+            self._refused = True
             self._left()
             return False
+        self._refused = False
         return True
 
     def wait_idle(self, timeout_seconds: float) -> bool:

@@ -82,8 +82,15 @@ class FaultShield:
             text = f"{type(error).__name__}: {error}"
             self._log.on_change("request failed", f"{path} {where}", text, level=logging.ERROR)
             if not started:
-                body = wire.ErrorBody(error="internal", message="the agent failed", action="see the agent's log")
-                await json_response(body, 500)(scope, receive, send)
+                body, status = _of_fault(error)
+                await json_response(body, status)(scope, receive, send)
+
+
+def _of_fault(error: Exception) -> tuple[wire.ErrorBody, int]:
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):  # Python's own words
+        message = "the agent may start no thread for now"
+        return wire.ErrorBody(error="unavailable", message=message, action="ask again later"), 503
+    return wire.ErrorBody(error="internal", message="the agent failed", action="see the agent's log"), 500
 
 
 def _describe(problem: dict[str, Any]) -> str:

@@ -38,5 +38,7 @@ async def off_the_loop(crew: Crew, ask: Callable[[], Answer], name: str, busy: s
             loop.call_soon_threadsafe(settle, value, failure)
 
     if not crew.start(work, name):
-        raise ApiError(503, "unavailable", busy, "ask again later")
+        # It may have none that is at work, and be refused a thread: the limit of processes is the whole pod's.
+        why = "the agent may start no thread for now" if crew.free else busy
+        raise ApiError(503, "unavailable", why, "ask again later")
     return await answer

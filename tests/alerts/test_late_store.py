@@ -17,6 +17,7 @@ from alerts.model import Alert, Severity
 from alerts.mutes import Mute
 from alerts.notice import News, Notice
 from alerts.sinks.base import Outcome, Sent
+from alerts.state import AlertState, StateUnreadable
 from alerts.store import MEND_SECONDS, Store
 from tests.alerts.conftest import START, TurnedClock, fired, make_alert, resolved
 
@@ -111,6 +112,25 @@ def come_back(agent: Agent, volume: Volume, clock: TurnedClock) -> None:
     volume.bring_back()
     clock.turn(MEND_SECONDS)
     agent.store.commit({}, [])  # an evaluation in which nothing happens
+
+
+def test_a_file_that_comes_in_the_place_of_ours_is_kept(
+    volume: Volume, start: Start, path: Path, clock: TurnedClock
+) -> None:
+    """A volume that is mounted over the folder in which the agent has begun a file meanwhile."""
+    volume.folder.unlink()
+    volume.folder.mkdir()
+    agent = start()
+    assert agent.store.durable
+    volume.folder.rename(volume.folder.with_name("below"))
+    volume.folder.touch()
+    come_back(agent, volume, clock)
+    agent.store.commit({"f": "{}"}, [])
+    assert agent.store.durable
+    aside = path.with_name("alerts.sqlite.aside")
+    with closing(sqlite3.connect(aside)) as found:
+        assert found.execute("SELECT count(*) FROM mutes").fetchone() == (1,)
+    agent.store.close()
 
 
 def test_nothing_of_it_is_lost(volume: Volume, start: Start, path: Path, clock: TurnedClock) -> None:
@@ -257,3 +277,31 @@ def test_a_wild_number_of_the_file_ends_nothing(
     assert sorted(agent.told) == sorted(
         [*((id_of(name), News.FIRING) for name in ("new", "x", "y")), (id_of("over"), News.RESOLVED)]
     )
+
+
+@pytest.mark.parametrize("table", ["mutes", "states"])
+def test_a_row_of_nested_text_costs_itself_alone(table: str, start: Start, path: Path) -> None:
+    agent = start()
+    agent.store.add_mute(NIGHT)
+    agent.store.close()
+    with closing(sqlite3.connect(path)) as file:
+        file.execute(f"INSERT INTO {table} VALUES ('zz', ?)", ("[" * 100_000,))  # noqa: S608 - ours
+        file.commit()
+    again = start()
+    assert again.store.durable
+    assert again.store.mutes() == (NIGHT,)
+    if table == "states":
+        with pytest.raises(StateUnreadable):
+            AlertState.from_json(again.store.load_states()["zz"])
+
+
+def test_a_damaged_schema_sets_the_file_aside(start: Start, path: Path) -> None:
+    agent = start()
+    agent.store.close()
+    damaged = path.read_bytes().replace(b"since REAL", b"sincf REAL")
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
+    again = start()
+    again.store.commit({"f": "{}"}, [fired(make_alert("a"))])
+    assert again.store.durable
+    assert path.with_name("alerts.sqlite.aside").exists()

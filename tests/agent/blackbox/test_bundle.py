@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +135,19 @@ def test_without_an_agent_it_packs_what_there_is(
     assert any("ConnectError" in line for line in facts["left_out"])
     assert cli.main(["bundle", "-o", str(tmp_path / "nowhere" / "x.tar.gz")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+def test_what_is_no_file_is_not_replaced(
+    environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to(tmp_path / "elsewhere")
+    for output in (fifo, link):
+        assert cli.main(["bundle", "-o", str(output)]) == 2
+        assert "is no regular file" in capsys.readouterr().err
+    assert fifo.is_fifo()
+    assert link.is_symlink()
 
 
 def test_what_is_no_address_is_said_before_anything_is_packed(

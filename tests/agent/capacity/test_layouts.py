@@ -87,6 +87,12 @@ def test_old_names_of_one_kv_head() -> None:
     assert token_bytes({"model_type": "gpt_bigcode", "n_layer": 2, "n_head": 8, "n_embd": 512}) == 2 * 2 * 64 * 2
 
 
+def test_heads_of_a_decoder_divide_its_width() -> None:
+    whisper = {"model_type": "whisper", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 64}
+    with pytest.raises(SettingsError, match="d_model=8 is no multiple of 64 heads"):
+        read_geometry(whisper | {"vocab_size": 100, "intermediate_size": 8, "max_position_embeddings": 448})
+
+
 def test_cross_attention_is_constant_for_a_sequence() -> None:
     whisper = {
         "model_type": "whisper",

@@ -253,6 +253,23 @@ def test_a_clock_that_is_set_back_ends_neither_comparing_nor_ages(bench: Bench) 
     assert view.sources[0].age_seconds(bench.now) == pytest.approx(STALE_SECONDS, abs=10)
 
 
+def test_a_clock_that_is_ahead_for_a_moment_changes_no_age() -> None:
+    bench = Bench("http://a:1", interval_seconds=1.0)
+    bench.say = {"a:1": lambda: vllm(running=7)}
+    for _ in range(4):
+        bench.second()
+    bench.say = {"a:1": lambda: fail("HTTP 500")}
+    bench.second()
+    for bench.set_to in (7200.0, 7200.0, 0.0, 0.0):
+        view = bench.second()
+        assert view.sources[0].age_seconds(bench.now) == pytest.approx(bench.steady - 1004.0)
+    bench.say = {"a:1": lambda: vllm(running=7)}
+    for _ in range(40):  # until the address is asked again
+        view = bench.second()
+    (reading,) = view.sources
+    assert reading.frozen_seconds(reading.engines[0], bench.now) < 60
+
+
 @pytest.mark.parametrize(
     ("state", "answer", "why"),
     [

@@ -14,6 +14,7 @@ from agent.history import writer as writing
 from agent.history.database import LARGEST
 from agent.history.entries import Frame, Line, Mark, Sample
 from agent.history.tiers import SAMPLE_TIERS
+from alerts.database import DatabaseUnusable
 from tests.agent.history.test_writer import POOL, MakePast, add, kept
 
 
@@ -117,3 +118,16 @@ def test_a_range_that_is_too_far_for_sqlite_is_answered(make_past: MakePast) -> 
     past.history.drop(POOL)
     buckets = past.history.query(POOL, "used", 0.0, 1e21, 1e20)
     assert [one.mean is not None for one in buckets] == [True] + [False] * 9
+
+
+def test_a_damaged_row_costs_itself_alone_or_is_said(make_past: MakePast) -> None:
+    past = make_past()
+    for text in ("first", "second"):
+        past.writer.put(Mark(past.after(1), POOL, "engine", text))
+    add(past, 3)
+    run = past.writer._database._connection.execute
+    run("UPDATE marks SET detail = '{\"a' WHERE text = 'first'")
+    assert [one.text for one in past.reader.marks(POOL, 0, 1e10)] == ["second"]
+    run("UPDATE samples SET summary = 7")
+    with pytest.raises(DatabaseUnusable, match="a row of it cannot be read"):
+        past.reader.rows(POOL, "used", SAMPLE_TIERS[0], 0, 1e10)
