@@ -139,7 +139,7 @@ def find_map(engine: str, folders: Sequence[Path] | None = None) -> FoundMap:
     there = f"there are {', '.join(found.id for found in maps)}" if maps else "there are none"
     raise SettingsError(
         f"no engine {engine!r} in {', '.join(map(str, looked))}: {there}; "
-        "give the map's file, or set KVATLAS_DIR to the folder that it lies in, as the engine has it"
+        "give the map's file, or set KVATLAS_DIR as the engine has it; kvatlas doctor says what is found where"
     )
 
 
