@@ -18,7 +18,7 @@ from agent.wire import devices as wire_devices
 from agent.wire import history as wire_history
 from agent.wire import plan as wire_plan
 from agent.wire import profile as wire_profile
-from engine_shim.errors import KvatlasError
+from engine_shim.errors import KvatlasError, SettingsError
 
 DEFAULT_URL = "http://127.0.0.1:9477"
 SINK_PATIENCE_SECONDS = 30.0  # receivers have 10 s by default
@@ -279,6 +279,14 @@ def checked_address(url: str, setting: str = "KVATLAS_AGENT_URL") -> str:
         what = "an agent" if setting == "KVATLAS_AGENT_URL" else "a server"
         raise ValueError(f"{setting} is no address of {what} ({problem}); give one such as {DEFAULT_URL}")
     return url
+
+
+def agent_address(url: str) -> str:
+    """As `checked_address`, for a command. Raises SettingsError."""
+    try:
+        return checked_address(url)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _engine_path(id: str) -> str:

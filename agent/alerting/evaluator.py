@@ -142,7 +142,7 @@ class Evaluator:
         texts = {id: step.states[id].to_json() if id in step.states else None for id in sorted(keep)}
         try:
             self._keeper.commit(texts, step.changes)
-        except BaseException:
+        except BaseException:  # raised again, whatever it is
             self._lifecycle = before  # it was not kept, so it has not happened: the next evaluation finds it again
             raise
         self._evaluated = now

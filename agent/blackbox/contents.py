@@ -149,7 +149,7 @@ def write_archive(path: Path, members: Mapping[str, bytes], mtime: float) -> int
             os.fsync(raw.fileno())
             size = os.fstat(raw.fileno()).st_size
         os.replace(part, path)
-    except BaseException:
+    except BaseException:  # raised again: half an archive stays behind for nothing, not even a Ctrl-C
         part.unlink(missing_ok=True)
         raise
     return size

@@ -11,7 +11,7 @@ from typing import Any
 from agent.alerting.rule_files import DEFAULT_FILE, default_rules, load_rules
 from agent.alerting.sinks import NAMES, make_sinks
 from agent.alerting.trial import send_trial
-from agent.client import AgentClient, checked_address
+from agent.client import AgentClient, agent_address
 from agent.config import AgentSettings, variable
 from agent.wire import alerts as wire
 from alerts.rules import Rule
@@ -90,10 +90,7 @@ def send_test(name: str, settings: AgentSettings) -> dict[str, Any]:
 
 def connect(url: str, token: str | None, token_file: Path | None) -> AgentClient:
     """A client with the token that the agent's own settings would give. Raises SettingsError."""
-    try:
-        address = checked_address(url)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
+    address = agent_address(url)
     given = {"token": token} if token else {"token_file": token_file} if token_file else {}
     return AgentClient(address, AgentSettings(**given).read_token() if given else None)
 

@@ -18,7 +18,7 @@ import typer
 from agent.blackbox.contents import Ended, Members, box_members, read_facts, write_archive
 from agent.blackbox.keeper import FOLDER, SUFFIX
 from agent.blackbox.privacy import hash_id, hide, known_secrets, tell_audit, tell_settings
-from agent.client import checked_address
+from agent.client import agent_address
 from agent.compaction.audit import read_entries
 from agent.config import AgentSettings, load_settings
 from agent.doctor import examine, to_json
@@ -99,10 +99,7 @@ def make_bundle(engine: str | None, output: Path, settings: AgentSettings, agent
     Raises SettingsError where nothing is known of that engine or the address is none, KvatlasError where the file
     cannot be written.
     """
-    try:
-        checked_address(agent_url)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
+    agent_address(agent_url)
     if output.is_symlink() or (output.exists() and not output.is_file()):
         raise SettingsError(f"{output} is there, and is no regular file; give another with -o")
     packed, now = _Bundle(), time.time()

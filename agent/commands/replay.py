@@ -44,7 +44,7 @@ def replay(
     recording = Recording(file)
     try:
         start_ns = None if start is None else place_of(start, recording.start_ns, recording.end_ns)
-    except BaseException:
+    except BaseException:  # raised again, with the file closed
         recording.close()
         raise
     run_replay(recording, settings, start_ns=start_ns, speed=speed, paused=paused)

@@ -14,7 +14,7 @@ import numpy as np
 
 from agent.commands.compare import require_plotting
 from engine_shim.errors import SettingsError
-from engine_shim.pool.block_pool import MAX_POOL_BLOCKS
+from engine_shim.pool.block_pool import MAX_POOL_BLOCKS, check_shape
 from engine_shim.simulator import PolicyResult, SimulationReport
 from engine_shim.workload import Workload, request_block_hashes
 
@@ -54,10 +54,7 @@ def range_of_trace(workload: Workload, block_tokens: int, headroom: float) -> tu
 
     Raises SettingsError for what no pool could be.
     """
-    if block_tokens < 1:
-        raise SettingsError(f"block_tokens={block_tokens}: a block holds at least one token")
-    if not 0 <= headroom < 1:
-        raise SettingsError(f"headroom={headroom} is a share of the usable blocks: 0 or more, below 1")
+    check_shape(block_tokens, headroom)
     distinct: set[int] = set()
     tails = largest = 0
     for request in workload.requests:

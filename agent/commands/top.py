@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
-from agent.client import DEFAULT_URL, AgentClient, AgentRefused, AgentUnavailable, checked_address
+from agent.client import DEFAULT_URL, AgentClient, AgentRefused, AgentUnavailable, agent_address
 from agent.terminal.detail import bar_columns
 from agent.terminal.live import watch
 from agent.terminal.reading import Look, take
@@ -52,10 +52,7 @@ def top(
     """
     if not LEAST_SECONDS <= interval <= MOST_SECONDS:
         raise SettingsError(f"--interval {interval:g}: give {LEAST_SECONDS:g} to {MOST_SECONDS:g} seconds")
-    try:
-        address = checked_address(agent)
-    except ValueError as error:
-        raise SettingsError(str(error)) from error
+    address = agent_address(agent)
     glyphs = ASCII if ascii else glyphs_for(sys.stdout.encoding, locale.getencoding())
     console = Console(highlight=False, markup=False, emoji=False)
     live = not (once or as_json) and _can_redraw(console)

@@ -225,7 +225,7 @@ class HistoryReader:
                     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
                     if version > VERSION:
                         raise DatabaseUnusable(Fault.NEWER, f"version {version}, and this is {VERSION}")
-                except BaseException:
+                except BaseException:  # raised again, with the connection closed
                     connection.close()
                     raise
                 if version:

@@ -182,7 +182,7 @@ class ChunkFile:
                 raise RecordingVersionError(
                     f"{path} is a recording of version {major}.{minor}; this reader knows {MAJOR}.x. Update kvatlas"
                 )
-        except BaseException:
+        except BaseException:  # raised again, with the file closed
             os.close(self._file)
             raise
         self.torn = ""  # what was dropped at the end of the file, once `places` has been through

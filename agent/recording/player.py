@@ -200,7 +200,7 @@ class Player:
         session = Session(self.recording, self._settings, self._guard, lambda: self.position_ns, self)
         try:
             session.begin(time_ns)
-        except BaseException:
+        except BaseException:  # raised again, with what was begun of the session ended
             session.close()
             raise
         return session

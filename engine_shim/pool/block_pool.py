@@ -28,6 +28,14 @@ class Allocation(NamedTuple):
     copies: list[tuple[int, int]]
 
 
+def check_shape(block_tokens: int, headroom: float) -> None:
+    """Raises SettingsError for what no pool has, however many blocks."""
+    if block_tokens < 1:
+        raise SettingsError(f"block_tokens={block_tokens}: a block holds at least one token")
+    if not 0.0 <= headroom < 1.0:
+        raise SettingsError(f"headroom={headroom} is a share of the usable blocks: 0 or more, below 1")
+
+
 class BlockPool:
     """Blocks 0 .. num_blocks-1, each FREE, CACHED, USED, PINNED or RESERVED. Not thread-safe: the engine's thread.
 
@@ -53,10 +61,7 @@ class BlockPool:
         values that make no pool; a pool of 0 usable blocks is one, and full."""
         if not 0 <= num_blocks <= MAX_POOL_BLOCKS:
             raise SettingsError(f"num_blocks={num_blocks}: a pool has 0 to {MAX_POOL_BLOCKS:,} blocks")
-        if block_tokens < 1:
-            raise SettingsError(f"block_tokens={block_tokens}: a block holds at least one token")
-        if not 0.0 <= headroom < 1.0:
-            raise SettingsError(f"headroom={headroom} is a share of the usable blocks: 0 or more, below 1")
+        check_shape(block_tokens, headroom)
         self._reserved = set(reserved)
         if outside := sorted(block for block in self._reserved if not 0 <= block < num_blocks):
             raise SettingsError(f"reserved block {outside[0]} is outside the pool of {num_blocks} blocks")

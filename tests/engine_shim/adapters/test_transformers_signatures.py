@@ -6,7 +6,6 @@ Stand-ins have the names and signatures of Transformers 5.19; the real one is in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +14,7 @@ import pytest
 from engine_shim.adapters.hooks import Hook, Hooks
 from engine_shim.adapters.transformers.attachment import Attachment
 from engine_shim.adapters.transformers.shape import examine
-
-MORE = "new_in_this_version"
+from tests.engine_shim.adapters.later_versions import MORE, takes_more
 
 
 class Ledger:
@@ -113,18 +111,6 @@ HOOKED = [
     (Scheduler, "schedule_batch"),
     *[(Processor, name) for name in ("prepare_next_batch", "update_batch", "fail_all_requests")],
 ]
-
-
-def takes_more(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with one parameter more, which may be left out."""
-
-    def method(self: Any, *args: Any, new_in_this_version: bool = False, **kwargs: Any) -> Any:
-        return stock(self, *args, **kwargs)
-
-    more = inspect.Parameter(MORE, inspect.Parameter.KEYWORD_ONLY, default=False)
-    signature = inspect.signature(stock)
-    vars(method)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), more])
-    return method
 
 
 def hooked(processor: Processor, counted: list[str], faults: list[BaseException]) -> Hooks:

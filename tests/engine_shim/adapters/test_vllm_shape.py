@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from engine_shim.adapters.vllm import plugin
 from engine_shim.adapters.vllm.allocation import relocation_refusal
 from engine_shim.adapters.vllm.shape import examine
 from tests.engine_shim.adapters.conftest import WatchVllm
+from tests.engine_shim.adapters.later_versions import MORE, takes_more
 from tests.engine_shim.adapters.vllm_stand_ins import (
     BlockPool,
     FullAttentionManager,
@@ -21,20 +22,7 @@ from tests.engine_shim.adapters.vllm_stand_ins import (
     Scheduler,
 )
 
-MORE = "new_in_this_version"
 RELOCATING = {"KVATLAS_VLLM_ALLOCATION": "relocating"}
-
-
-def takes_more(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with one parameter more, which may be left out."""
-
-    def method(self: Any, *args: Any, new_in_this_version: bool = False, **kwargs: Any) -> Any:
-        return stock(self, *args, **kwargs)
-
-    more = inspect.Parameter(MORE, inspect.Parameter.KEYWORD_ONLY, default=False)
-    signature = inspect.signature(stock)
-    vars(method)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), more])
-    return method
 
 
 def all_hooks(watch_vllm: WatchVllm) -> Iterator[Hook]:

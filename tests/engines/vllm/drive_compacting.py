@@ -7,11 +7,9 @@ Prints one line, `RESULT {...}`, with a report for each variant.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -32,6 +30,7 @@ from engine_watch import (  # type: ignore[import-not-found]
     replaced,
 )
 from pool_truth import faults_of_the_pool  # type: ignore[import-not-found]
+from variants import run_variants  # type: ignore[import-not-found]
 
 from engine_shim.adapters.vllm import contents, mover, worker_moves
 from engine_shim.adapters.vllm.compaction import compaction_refusal
@@ -341,16 +340,5 @@ def refused() -> dict[str, Any]:
     return reports
 
 
-def main() -> None:
-    chosen = sys.argv[2:]
-    results: dict[str, Any] = {}
-    for variant in (moved, controls, broken, asked_for, refused):
-        if not chosen or variant.__name__ in chosen:
-            began = time.monotonic()
-            results[variant.__name__] = variant()
-            print(f"{variant.__name__}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    print("RESULT " + json.dumps(results), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_variants(moved, controls, broken, asked_for, refused)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from drive_in_process import LOG, Engine, ahead_of_output  # type: ignore[import-not-found]
 from engine_watch import SETTING, Watch, ask, conversation, digest  # type: ignore[import-not-found]
+from variants import run_variants  # type: ignore[import-not-found]
 
 from engine_shim import MapReader
 from engine_shim.adapters.hooks import is_hooked
@@ -245,16 +246,5 @@ def missing() -> dict[str, Any]:
     return {"found": found, "served": len(engine.tokens)}
 
 
-def main() -> None:
-    chosen = sys.argv[2:]
-    results: dict[str, Any] = {}
-    for variant in (missing, storms, two_in_flight):
-        if not chosen or variant.__name__ in chosen:
-            began = time.monotonic()
-            results[variant.__name__] = variant()
-            print(f"{variant.__name__}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    print("RESULT " + json.dumps(results), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_variants(missing, storms, two_in_flight)

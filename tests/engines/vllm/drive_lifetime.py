@@ -8,7 +8,6 @@ Prints one line, `RESULT {...}`, with a report for each variant.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 import time
@@ -22,6 +21,7 @@ import tiny_model  # type: ignore[import-not-found]
 from drive_in_process import KEPT, LOG, WORK, Engine, ahead_of_output, load, served  # type: ignore[import-not-found]
 from engine_watch import SETTING, replaced  # type: ignore[import-not-found]
 from pool_truth import Truth  # type: ignore[import-not-found]
+from variants import run_variants  # type: ignore[import-not-found]
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.sampling_params import StructuredOutputsParams
@@ -242,16 +242,5 @@ def let_go() -> dict[str, Any]:
     return {"watched": watched, "left": [name for name, one in held.items() if one() is not None]}
 
 
-def main() -> None:
-    chosen = sys.argv[2:]
-    results: dict[str, Any] = {}
-    for variant in (structured, consumer, resets, named_devices, woken_without_a_map, let_go):
-        if not chosen or variant.__name__ in chosen:
-            began = time.monotonic()
-            results[variant.__name__] = variant()
-            print(f"{variant.__name__}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    print("RESULT " + json.dumps(results), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_variants(structured, consumer, resets, named_devices, woken_without_a_map, let_go)

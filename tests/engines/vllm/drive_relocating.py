@@ -9,7 +9,6 @@ digests, so that the test can compare engines that have served the same.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -35,6 +34,7 @@ from engine_watch import (  # type: ignore[import-not-found]
     replaced,
 )
 from pool_truth import faults_of_the_pool  # type: ignore[import-not-found]
+from variants import run_variants  # type: ignore[import-not-found]
 
 from engine_shim.adapters.hooks import is_hooked
 from engine_shim.adapters.vllm import block_copies, contents, placement, relocator, worker_moves
@@ -385,16 +385,5 @@ def _losing(promised: Callable[[Any], None]) -> Callable[..., None]:
     return stop
 
 
-def main() -> None:
-    chosen = sys.argv[2:]
-    results: dict[str, Any] = {}
-    for variant in (compared, two_in_flight, told, bounded, switched, copied_twice, refused, broken, restored):
-        if not chosen or variant.__name__ in chosen:
-            began = time.monotonic()
-            results[variant.__name__] = variant()
-            print(f"{variant.__name__}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    print("RESULT " + json.dumps(results), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_variants(compared, two_in_flight, told, bounded, switched, copied_twice, refused, broken, restored)
